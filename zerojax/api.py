@@ -35,7 +35,7 @@ from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
 from zerojax.plan.short import Summarized, Summary, first_rows
 from zerojax.plan.state_sharding import DTYPES, Plan
-from zerojax.step.arguments import Arguments
+from zerojax.step.arguments import Arguments, slots
 from zerojax.step.call import RearrangedFunction
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.per_device import per_device
@@ -115,6 +115,7 @@ class Zero(Summarized):
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
+        batch_argnames: str | Iterable[str] | None = None,
         state_argnums: int | Sequence[int] | None = None,
         batch_axis: int = 0,
     ) -> Step[P, R]:
@@ -128,9 +129,9 @@ class Zero(Summarized):
             static arguments stay static; any other wrapper is kept.
           static_argnums, static_argnames: The arguments that are part of the program, as for
             ``jax.jit``.
-          batch_argnums: The arguments that form the batch, which is checked, sharded and split
-            into micro-batches as one: ``(1, 2)`` for ``(state, x, y)``. The first argument after
-            the state by default.
+          batch_argnums, batch_argnames: The arguments that form the batch, which is checked,
+            sharded and split into micro-batches as one: ``(1, 2)`` or ``("x", "y")`` for
+            ``(state, x, y)``. The first argument after the state by default.
           state_argnums: The arguments that are the state, if zerojax cannot find them; by default
             the arguments that the step returns among its results.
           batch_axis: The dimension of the batch's arrays that has the rows: 1 for a step that scans
@@ -155,7 +156,7 @@ class Zero(Summarized):
             train_step,
             static_argnums,
             static_argnames,
-            batch_argnums,
+            slots(batch_argnums, batch_argnames),
             state_argnums,
             batch_axis=batch_axis,
         )
@@ -169,6 +170,7 @@ class Zero(Summarized):
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
+        batch_argnames: str | Iterable[str] | None = None,
     ) -> Evaluation[P, R]:
         """Decorates a function without updates; also used as ``@zero.evaluate``.
 
@@ -188,7 +190,7 @@ class Zero(Summarized):
             batch, ...) -> anything`` with NNX: only the model, or also an optimizer, metrics and
             other NNX objects, in any order. Everything except parameters may change in place, as
             under ``nnx.jit``.
-          static_argnums, static_argnames, batch_argnums: The same as for a step.
+          static_argnums, static_argnames, batch_argnums, batch_argnames: The same as for a step.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, optax, zerojax
@@ -202,9 +204,8 @@ class Zero(Summarized):
           >>> predict(state, np.ones((13, 8))).shape
           (13, 4)
         """
-        arguments = Arguments(
-            function, static_argnums, static_argnames, batch_argnums, returns_state=False
-        )
+        batch = slots(batch_argnums, batch_argnames)
+        arguments = Arguments(function, static_argnums, static_argnames, batch, returns_state=False)
         return Evaluation(arguments, self.states)
 
     def _other(

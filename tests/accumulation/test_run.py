@@ -204,6 +204,51 @@ def test_arrays_of_rows_come_by_micro_batch() -> None:
     assert_same(mine[1].reshape(ROWS, 4), plain[1])
 
 
+def test_a_hidden_state_comes_back_in_the_batchs_form() -> None:
+    """So that the next call takes it, as in truncated backpropagation."""
+
+    def step(state: State, hidden: Any, b: Any) -> Any:
+        def loss(p: Any) -> Any:
+            new = {"h": jnp.tanh(hidden["h"] + b["x"] @ p["a"]), "c": hidden["c"] + b["y"]}
+            return jnp.mean((new["h"] @ p["b"] - new["c"]) ** 2), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), (new, {"loss": value, "again": new["h"]})
+
+    with jax.enable_x64(True):
+        runs = []
+        for run in (
+            jax.jit(step),
+            zero_for(3, k=4, mesh=zerojax.mesh(2))(step, batch_argnums=(1, 2)),
+        ):
+            state, hidden = start(), {"h": jnp.zeros((ROWS, 8)), "c": jnp.zeros((ROWS, 4))}
+            for _ in range(2):
+                state, (hidden, out) = run(state, hidden, batch())
+            runs.append((state.params, hidden, out["loss"], out["again"].reshape(ROWS, 8)))
+        assert out["again"].shape == (4, 4, 8)
+        assert_same(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loop_over_layers_returns_what_has_no_rows(stage: int) -> None:
+    """The layers' parameters, as ``nnx.scan`` around ``nnx.remat`` does, and a value of them."""
+
+    def step(state: State, b: Any) -> Any:
+        def loss(layers: Any) -> Any:
+            def layer(x: Any, w: Any) -> Any:
+                return jnp.tanh(x @ w), (w, w.sum())
+
+            x, kept = jax.lax.scan(jax.checkpoint(layer), b["x"], layers)
+            return jnp.mean(x**2), kept
+
+        layers = jnp.stack([state.params["a"], 2 * state.params["a"]])
+        grads, (same, sums) = jax.grad(loss, has_aux=True)(layers)
+        grads = {"a": grads.sum(0), "b": state.params["b"]}
+        return state.apply_gradients(grads=grads, average=same), sums
+
+    exactly(step, 2, 4, stage, average=lambda: jnp.zeros((2, 8, 8)))
+
+
 def test_keys_pass_from_micro_batch_to_micro_batch(caplog: pytest.LogCaptureFixture) -> None:
     def step(state: State, b: Any) -> Any:
         key, mine = jax.random.split(state.key)
@@ -298,3 +343,45 @@ def test_refused_by_name(step: Callable[..., Any], says: list[str]) -> None:
         zero(step)(state, batch())
     for words in says:
         assert words in str(caught.value), str(caught.value)
+
+
+REFUSED = [  # a loss of what the model gives, the cause, and the remedy
+    (lambda out, b: jnp.sqrt((out**2).mean()), "rows' gradients", "multiply it by the derivative"),
+    (lambda out, b: (out - out.mean(0)).var(), "from all rows within the rows (", "LayerNorm"),
+    (lambda out, b: (out[::-1] * b["y"]).mean(), "combines rows", "before the step"),
+    (lambda out, b: (out.T * (np.arange(len(out)) / 8)).mean(), "its own (shape", "of the batch."),
+    (lambda out, b: (out.T * (jnp.arange(len(out)) / 8)).mean(), "numbers of", "of the batch."),
+    (lambda out, b: jax.lax.scan(lambda c, x: (c * x[0], 0), 1.0, out)[0], "loops", "for each row"),
+    (
+        lambda out, b: jax.lax.cond(out.sum() > 0, lambda: out, lambda: b["y"]).mean(),
+        "chooses",
+        "by",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "cause", "remedy"), REFUSED)
+def test_the_remedy_fits_the_cause(loss: Any, cause: str, remedy: str) -> None:
+    zero = zerojax.zero(stage=1, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"test_run\.py:\d+") as caught:
+        zero(with_loss(lambda p, b: loss(apply(p, b["x"]), b)))(start(), batch())
+    assert cause in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_remedies_that_are_tried() -> None:
+    """The root of a mean by its derivative; numbers of rows, and a permutation, in the batch."""
+
+    def step(state: State, b: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            logits = jax.nn.log_softmax(apply(p, b["x"][:, ::-1]))
+            mine = logits[np.arange(len(b["x"])), b["label"]]
+            return jnp.mean((mine + np.ones(len(b["x"]))) ** 2 * b["number"])
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        grads = jax.tree.map(lambda g: g * 0.5 / jnp.sqrt(value), grads)
+        return state.apply_gradients(grads=grads), jnp.sqrt(value)
+
+    given = emitted.in_float32(batch(), ROWS) | {"number": np.arange(ROWS, dtype=np.float32)}
+    for k in (2, ROWS):
+        emitted.check(emitted.Source(start, step, (given,), rows=ROWS), 1, k, zerojax.mesh(1))

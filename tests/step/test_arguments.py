@@ -145,6 +145,29 @@ class TestBatchArguments:
         state, loss = step(make_state(), *given[0], **given[1])
         same((state.params, loss), (lambda s, x: (s.params, x))(*update(make_state(), X, Y)))
 
+    def test_of_keywords_alone(self) -> None:
+        def step(state: TrainState, *, x: Any, y: Any, scale: Any = 1.0) -> Any:
+            return update(state, x, y, scale)
+
+        zero = zerojax.zero(stage=2, gradient_accumulation_steps=2)
+        with pytest.raises(ValueError, match=r"argument y has .*batch_argnames=\('x', 'y'\)"):
+            zero(step)(make_state(), x=X, y=Y)
+        for names in (["x", "y"], ("x", "y")):
+            state, loss = zero(step, batch_argnames=names)(make_state(), x=X, y=Y)
+            same((state.params, loss), (lambda s, x: (s.params, x))(*update(make_state(), X, Y)))
+        with pytest.raises(ValueError, match="batch_argnames has 'z', but step takes state, x"):
+            zero(step, batch_argnames="z")
+
+    def test_by_position_and_by_name(self) -> None:
+        zero = zerojax.zero(stage=2, gradient_accumulation_steps=2)
+        with pytest.raises(ValueError, match=r"batch_argnums=\(1,\), batch_argnames=\('y',\)"):
+            zero(update)(make_state(), X, y=Y)
+        both = {"batch_argnums": (1,), "batch_argnames": ("y",)}
+        for options in (both, {"batch_argnames": ("x", "y")}):
+            for args, kwargs in (((X, Y), {}), ((X,), {"y": Y}), ((), {"x": X, "y": Y})):
+                state, _ = zero(update, **options)(make_state(), *args, **kwargs)
+                same(state.params, update(make_state(), X, Y)[0].params)
+
     def test_name_one_that_is_not_the_first(self) -> None:
         def step(state: TrainState, key: jax.Array, batch: Any) -> Any:
             return train_step(state, batch)

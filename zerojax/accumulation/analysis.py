@@ -14,6 +14,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.equation_analysis import (
     BRINGS,
+    CHOOSES,
     LASTS,
     LOOPS,
     MIXES,
@@ -143,7 +144,7 @@ class Analysis(EquationAnalysis):
         if not backward:
             kinds = [k.added for k in kinds]
         if bad := [k for k in kinds if k.name == "mixed"]:
-            return [bad[0].but(home=None)] * len(eqn.outvars)
+            return [_located(bad[0], eqn).but(home=None)] * len(eqn.outvars)
         if any(k.name == "row" for k in kinds):
             return self.of_row(eqn, kinds)
         has_rows = any(k.rows for k in kinds)
@@ -258,9 +259,7 @@ class Analysis(EquationAnalysis):
         eqn, micro = pair
         index, *operands = kinds
         if index.name not in ("fixed", "own"):
-            return refused(
-                eqn, "chooses what to do with the rows by a number computed from all rows"
-            )
+            return refused(eqn, CHOOSES)
         both = zip(jaxprs.param(eqn, "branches"), jaxprs.param(micro, "branches"), strict=True)
         branches = [self._body(b, operands, path, backward, i) for i, b in enumerate(both)]
         outs = branches[0]
@@ -282,8 +281,7 @@ def _literal(atom: Atom) -> RowKind:
 
 
 def _constant(w: Atom, m: Atom) -> RowKind:
-    dims = scaled(w.aval, m.aval) if w.aval.ndim == m.aval.ndim else []
-    return mixed(BRINGS, f"shape {w.aval.shape}, {dims}")
+    return mixed(BRINGS, f"shape {w.aval.shape}")
 
 
 def _shape_of(kind: RowKind) -> RowKind:

@@ -18,6 +18,38 @@ TAKES = "uses a number computed from all rows within the rows"
 LOOPS = "loops over the rows and carries numbers along"
 BRINGS = "has an array of the batch's size of its own"
 LASTS = "loops as long as rows of the batch say"
+BENDS = "uses a number computed from all rows within the rows' gradients"
+_CREATES = "creates numbers of the batch's size"
+_NUMBERS = "computes with the numbers of rows within the batch, which a micro-batch does not know"
+UNKNOWN = "is not known to keep rows separate"
+_CALLS = "hands all rows to Python at once, and not each in jax.lax.map"
+_INSIDE = "computes with a number computed from all rows inside a loop"
+CHOOSES = "chooses what to do with the rows by a number computed from all rows"
+
+OF_ALL_ROWS = MIXES, TAKES, BENDS
+"""Causes that lie in the mathematics of a value, and not in how it is written."""
+
+UNDIVIDED = "set gradient_accumulation_steps to 1."
+_BY_ROW = "Run it for each row in jax.lax.map, or " + UNDIVIDED
+REMEDIES = {
+    MIXES: "Compute what involves no parameter (a permutation, a mixture of rows) before the step, "
+    "as part of the batch; otherwise " + UNDIVIDED,
+    TAKES: "Use numbers of each row (LayerNorm in place of BatchNorm) or of the batch alone; "
+    "otherwise " + UNDIVIDED,
+    BENDS: "Take the gradient of a sum or a mean over rows, and multiply it by the derivative of "
+    "what follows (0.5 / jnp.sqrt(mean) for a root); otherwise " + UNDIVIDED,
+    LOOPS: "Let the loop return a value for each row, or carry a sum that begins with zeros; "
+    "otherwise " + UNDIVIDED,
+    BRINGS: "Make that array part of the batch.",
+    _CREATES: "Make these numbers part of the batch.",
+    _NUMBERS: "Make the rows' numbers part of the batch.",
+    LASTS: "Loop a fixed number of times, or for each row in jax.lax.map, or " + UNDIVIDED,
+    UNKNOWN: _BY_ROW,
+    _CALLS: _BY_ROW,
+    _INSIDE: "Compute it outside the loop, or " + UNDIVIDED,
+    CHOOSES: "Choose by what does not depend on the batch, or " + UNDIVIDED,
+}
+"""By cause, what to write instead; for other causes, :data:`UNDIVIDED`."""
 
 # A path identifies an equation: its position in the step, and for each level of nesting the number
 # of the inner program and the position there.
@@ -106,13 +138,14 @@ class EquationAnalysis:
                 own = along and w.aval.shape[dims[0]] == self.sizes.global_rows
                 index = "own" if own else "number" if along else ""
                 outer = 1 if along else None
+                inherited["counted"] = where(eqn)
                 outs.append(RowKind("rows", dim=dims[0], outer=outer, index=index, **inherited))
             elif name == "broadcast_in_dim":
                 outs.append(
                     RowKind("rows", dim=dims[0], zero=kinds[0].zero, learned=inherited["learned"])
                 )
             else:
-                outs.append(mixed("creates numbers of the batch's size", where(eqn)))
+                outs.append(mixed(_CREATES, where(eqn)))
         return outs
 
     def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
@@ -132,20 +165,22 @@ class EquationAnalysis:
                     for i, k in enumerate(kinds)
                 ]
             else:
-                return refused(eqn, TAKES)
+                return refused(eqn, BENDS if backward else TAKES)
         if name in KERNELS:
             return self._opaque(pair, kinds)
         if not any(k.rows for k in kinds):
             return self.of_fixed(pair, kinds)
         if name in CALLBACKS:
-            return refused(eqn, "hands all rows to Python at once, and not each in jax.lax.map")
+            return refused(eqn, _CALLS)
         rule = RULES.get(name)
         out = None if rule is None else rule(eqn, kinds)
         if out is None:
             both_outs = zip(eqn.outvars, pair.micro_eqn.outvars, strict=True)
             shape = next(filter(None, (self._misshapen(w, m) for w, m in both_outs)), None)
-            why = MIXES if rule is not None else "is not known to keep rows separate"
-            return [mixed(why, where(eqn), shape)] * len(eqn.outvars)
+            why, at = UNKNOWN if rule is None else MIXES, where(eqn)
+            if rule is not None and rule(eqn, [k.but(index="") for k in kinds]) is not None:
+                why, at = _NUMBERS, together(kinds)["counted"]
+            return [mixed(why, at, shape)] * len(eqn.outvars)
         if name.startswith(("random_", "threefry")) and out.index:
             self.drawn.append(where(eqn))
             out = out.but(index="")
@@ -224,7 +259,7 @@ class EquationAnalysis:
             if total is not None:
                 return [total] * len(eqn.outvars)
         if nested:
-            return refused(eqn, "computes with a number computed from all rows inside a loop")
+            return refused(eqn, _INSIDE)
         if eqn.primitive.name == "select_n":
             result = result.but(guarded=tuple(eqn.invars[1:]))
         return [result] * len(eqn.outvars)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -20,8 +22,12 @@ from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains, runs_regions
+from zerojax.trace.dependence import unchanged
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, SourceInfo, Traceback
+
+_SMALL = 1 << 20
+"""Elements of a constant whose numbers are looked at."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,6 +117,10 @@ class _Opener:
         """
         env = dict(zip(jaxpr.invars, args, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
+            first = next(iter(graph_of(jaxpr).users(v)), None)
+            if first and (made := _equal_or_counting(value, first.equation)) is not None:
+                (env[v],) = self._open(*jaxprs.open_jaxpr(made), (), outer, calls)
+                continue
             env[v] = Variable(v.aval)
             self.flat.constvars.append(env[v])
             self.flat.consts.append(value)
@@ -139,7 +149,7 @@ class _Opener:
                         known.update(outs)
                 if eqn.primitive is prims.broadcast_in_dim_p and jaxprs.is_zero(values[0]):
                     self._zeros.update(outs)
-            env.update(zip(eqn.outvars, outs, strict=True))
+            env.update(zip(eqn.outvars, _through_loop(eqn, values, outs), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _users_own(self, traceback: Traceback | None) -> bool:
@@ -196,6 +206,40 @@ class _Opener:
             invars=[*inner.invars, *numbers], eqns=graph.not_producing({*numbers})
         )
         return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
+
+
+def _equal_or_counting(value: Any, use: Equation) -> core.ClosedJaxpr | None:
+    """Returns a program for an array that holds one number, or counts up from 0 along a dimension,
+    such as ``np.ones`` and ``np.arange``, at the line of its ``use``; None for others. Its equation
+    may have rows of the batch, which a constant may not have."""
+    known = isinstance(value, np.ndarray) or getattr(value, "is_fully_addressable", False)
+    if not known or not 1 < value.size <= _SMALL or value.dtype.kind not in "biuf":
+        return None
+    array = np.asarray(value)
+    with jaxprs.traced_where(use):
+        for d, n in enumerate(array.shape):
+            if n > 1 and (np.moveaxis(array, d, -1) == np.arange(n)).all():
+                return jax.make_jaxpr(
+                    lambda d=d: lax.broadcasted_iota(array.dtype, array.shape, d)
+                )()
+        if (array == array.flat[0]).all():
+            return jax.make_jaxpr(lambda: lax.full(array.shape, array.flat[0], array.dtype))()
+    return None
+
+
+def _through_loop(eqn: Equation, values: Sequence[Atom], outs: Sequence[Atom]) -> list[Atom]:
+    """Returns the results of an equation; of a ``scan`` that returns operands unchanged, as flax's
+    returns the parameters of layers, those operands."""
+    if eqn.primitive is not prims.scan_p:
+        return [*outs]
+    consts, carry = jaxprs.scan_counts(eqn)
+    sources = unchanged(jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0])
+    return [
+        out
+        if source is None or (source != consts + i if i < carry else source < consts + carry)
+        else values[source]
+        for i, (out, source) in enumerate(zip(outs, sources, strict=True))
+    ]
 
 
 def _reduces(eqn: Equation) -> bool:

@@ -76,6 +76,7 @@ class RowKind:
       index: "own" if each row holds its index within the batch, in ``column`` if the row holds
         other values too; "negative" if it holds whether that index is below 0; "number" if it
         holds another value computed from the index; else empty.
+      counted: The equation that makes the indices of rows, as in :class:`Problem`; else empty.
       learned: True if the value depends on the state of the training.
       node: The reductions over rows that the value is computed from.
       home: The variable of the step (not of an inner program) that holds the value.
@@ -90,6 +91,7 @@ class RowKind:
     zero: bool = False
     index: str = ""
     column: int = 0
+    counted: str = ""
     learned: bool = False
     node: Node | None = None
     home: Atom | None = None
@@ -133,10 +135,11 @@ def mixed(why: str, where: str, shape: tuple[int, ...] | None = None) -> RowKind
 
 
 def together(kinds: Kinds) -> dict[str, Any]:
-    """Returns the fields that a value inherits from its operands: ``learned`` and ``node``."""
+    """Returns the fields that a value inherits from its operands."""
     nodes = tuple({id(k.node): k.node for k in kinds if k.node is not None}.values())
     node = nodes[0] if len(nodes) == 1 else Node(parents=nodes) if nodes else None
-    return {"learned": any(k.learned for k in kinds), "node": node}
+    counted = next((k.counted for k in kinds if k.counted), "")
+    return {"learned": any(k.learned for k in kinds), "node": node, "counted": counted}
 
 
 def shared_layout(kinds: Kinds) -> RowKind | None:

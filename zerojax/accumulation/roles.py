@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,21 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import OF_ALL_ROWS, REMEDIES, UNDIVIDED
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.distributed import log
 from zerojax.graph.analysis import Analysis as Dataflow
+from zerojax.train_state.pytree import form_of
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, PyTree
 
-REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
-
+_STATE_REMEDY = (
+    "Keep a sum or a mean over rows in the state. What has a row for each of the batch, such as a "
+    "hidden state, is an argument of the batch that the step returns: see batch_argnums."
+)
 RESULTS_REMEDY = (
     "Return the sums or means that it follows from, or a number for each row, and finish it "
     "outside the step; or set gradient_accumulation_steps to 1."
@@ -42,6 +46,7 @@ class Roles:
         parameters nor optimizer state nor the counter; the state's arguments have the same
         positions.
       paths: The name of each result, for messages.
+      as_batch: Results that come back in the form of an argument of the batch, [rows, ...].
     """
 
     name: str
@@ -50,6 +55,7 @@ class Roles:
     state: Sequence[int]
     rest: Sequence[int]
     paths: Sequence[str]
+    as_batch: frozenset[int] = frozenset()
 
     def kinds(self, flat: Flat) -> list[RowKind]:
         """Returns the kind of each argument."""
@@ -62,9 +68,20 @@ class Roles:
         ]
 
 
-def roles_of(name: str, given: Parts, batch: PyTree, results: tuple[Parts, PyTree]) -> Roles:
+def roles_of(
+    name: str,
+    given: Parts,
+    batch: PyTree,
+    results: tuple[Parts, PyTree],
+    arguments: Sequence[PyTree] = (),
+) -> Roles:
     """Returns the roles in a step from ``(given, batch)`` to ``results``, the new state and
-    everything else."""
+    everything else.
+
+    Args:
+      arguments: The arguments of which the batch consists, if there are several. A result with the
+        tree, shapes and dtypes of one of them, such as a hidden state, comes back in its form.
+    """
     ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in given))
     rest = range(ends[2], ends[3])
     fields = {**results[0]._asdict(), **dict(sorted(results[0].rest.items()))}
@@ -85,7 +102,18 @@ def roles_of(name: str, given: Parts, batch: PyTree, results: tuple[Parts, PyTre
         state=range(ends[3]),
         rest=rest,
         paths=paths,
+        as_batch=frozenset(ends[3] + i for i in _like(results[1], [*map(form_of, arguments)])),
     )
+
+
+def _like(results: PyTree, forms: Sequence[object]) -> Iterator[int]:
+    """Yields the positions of the arrays of results, or of their parts, that have one of these
+    forms."""
+    nodes = jax.tree.leaves(results, is_leaf=lambda node: form_of(node) in forms)
+    sizes = [len(jax.tree.leaves(node)) for node in nodes]
+    for node, size, end in zip(nodes, sizes, itertools.accumulate(sizes), strict=True):
+        if form_of(node) in forms:
+            yield from range(end - size, end)
 
 
 def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Atom]:
@@ -134,15 +162,20 @@ def per_micro_batch(
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":
             assert kind.problem is not None
-            remedy = REMEDY if i in state else RESULTS_REMEDY
+            why = kind.problem.why
+            remedy = REMEDIES.get(why, UNDIVIDED.capitalize())
+            if i not in state and why in OF_ALL_ROWS:
+                remedy = RESULTS_REMEDY
             raise refusal(
                 i,
-                f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "
+                f"depends on what {why} ({kind.problem.where}), so that micro-batches "
                 f"would give other numbers than the global batch. {remedy}",
             )
         if i in state:
             if kind.rows or (kind.name == "own" and v not in passed):
-                raise refusal(i, f"is computed from the rows of the batch themselves. {REMEDY}")
+                raise refusal(
+                    i, f"is computed from the rows of the batch themselves. {_STATE_REMEDY}"
+                )
         elif kind.index:
             raise refusal(
                 i,

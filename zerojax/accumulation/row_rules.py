@@ -46,8 +46,8 @@ def _index_of(eqn: Equation, kinds: Kinds) -> str:
         return kinds[0].index
     if name == "lt" and kinds[0].index == "own" and kinds[1].zero:
         return "negative"
-    if name == "select_n" and (kinds[0].index, kinds[1].index) == ("negative", "own"):
-        return "own"
+    if name == "select_n" and kinds[1].index == "own":
+        return "own" if kinds[0].index == "negative" or kinds[0].zero else "number"
     return "number"
 
 

@@ -20,7 +20,6 @@ from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.accumulation.resize import micro_batch
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.roles import (
-    REMEDY,
     Roles,
     carried,
     per_micro_batch,
@@ -38,6 +37,8 @@ from zerojax.xla.types import AnyJaxpr, Aval, PyTree
 
 Trace = Callable[[PyTree], tuple[AnyJaxpr, PyTree]]
 """Function from a batch to the jaxpr of the step, and the shapes of its results."""
+
+_REMEDY = "Compute the same for any number of rows, or set gradient_accumulation_steps to 1."
 
 
 def accumulator(
@@ -81,7 +82,8 @@ def _number_written_out(error: Exception, rows: int, global_rows: int) -> Uneven
     )
     uneven.remedy = (
         f"Where the step has the {global_rows} rows of the global batch as a number, write the "
-        "array's own (len(x), or -1 in reshape); or set gradient_accumulation_steps to 1."
+        "array's own (len(x), or -1 in reshape); where it has an array of its own with as many "
+        "rows, make it part of the batch; or set gradient_accumulation_steps to 1."
     )
     return uneven
 
@@ -174,7 +176,7 @@ class MicroBatches:
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
-                f"depends on the number of rows that it is given ({e}). {e.remedy or REMEDY}"
+                f"depends on the number of rows that it is given ({e}). {e.remedy or _REMEDY}"
             ) from e
         warn_of_differences(roles.name, self._divided.analysis, k)
 
@@ -300,6 +302,8 @@ class MicroBatches:
                 results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
             if kind.rows and kind.outer is not None:
                 results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
+            if i in self._roles.as_batch and kind.rows and not kind.dim:
+                results[i] = results[i].reshape(-1, *results[i].shape[2:])
         for i in self._divided.averaged:
             results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]

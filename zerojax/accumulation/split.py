@@ -100,7 +100,7 @@ def split(
     ]
     last = list(chosen.last)
     pairs = list(enumerate(analysis.pairs))
-    effect_positions = {i for i, pair in pairs if pair.global_eqn.effects} - chosen.eqns
+    effect_positions = {i for i, pair in pairs if pair.global_eqn.effects} - {*chosen.eqns}
     outs = [*chosen.crossing, *last, *(global_flat.outvars[i] for i in stacked), *carry.values()]
     eqns = with_global_sizes(analysis)
     # Constants, too, may depend on the number of rows.
@@ -117,7 +117,7 @@ def split(
         ),
         once=Flat(
             [*global_flat.invars, *early, *chosen.crossing, *last],
-            [pair.global_eqn for i, pair in pairs if i in chosen.eqns],
+            [eqn for _, eqn in sorted(chosen.eqns.items())],
             [global_flat.outvars[i] for i in done],
             global_flat.constvars,
             global_flat.consts,
@@ -144,7 +144,7 @@ class _Once:
         self._analysis, self._wants = analysis, wants
         self._available = {*global_flat.invars, *global_flat.constvars, *early}
         self._passed, self._graph = passed, graph_of(global_flat)
-        self.eqns: set[int] = set()
+        self.eqns: dict[int, Equation] = {}
         self.crossing: dict[Atom, None] = {}
         self.last: dict[Atom, None] = {}
 
@@ -168,12 +168,14 @@ class _Once:
                 left += self._take(v)
 
     def _take(self, v: Atom) -> list[Atom]:
-        """Adds the equation of a variable to those that run once, and returns its operands."""
+        """Adds the equation of a variable to those that run once, without the results that need
+        rows of the batch, and returns its operands."""
         eqn = self._graph.producer(v)
         if (i := self._graph.place(eqn)) in self.eqns:
             return []
-        self.eqns.add(i)
-        return list(eqn.invars)
+        once = [self._analysis.kind(x).name in ("fixed", "global") for x in eqn.outvars]
+        self.eqns[i] = (jaxprs.pruned(eqn, once) if jaxprs.programs(eqn) else None) or eqn
+        return list(self.eqns[i].invars)
 
     def _cross(self, v: Atom) -> list[Atom]:
         """Lets a value cross as early as it is known element by element, so that all uses share the
@@ -222,7 +224,7 @@ class _Once:
             if pair.global_eqn.effects and all(
                 k.needs_all_rows or k.name == "fixed" for k in kinds
             ):
-                self.eqns.add(i)
+                self.eqns[i] = pair.global_eqn
                 effects.append(pair)
         return effects
 

@@ -48,7 +48,7 @@ class Arguments:
         objects, a batch and more in any order; with or without ``jax.jit`` or ``nnx.jit``.
       static_argnums, static_argnames: Arguments that are part of the program, as for ``jax.jit``.
       batch_argnums: The arguments that are the batch, if it is not the first argument after the
-        state: a position, or several, whose tuple is the batch.
+        state: a position or a name, or several, whose tuple is the batch.
       state_argnums: The arguments that are the state, if they cannot be found.
       returns_state: Whether the function returns the new state.
       batch_axis: The dimension of the batch's arrays that has the rows.
@@ -73,7 +73,7 @@ class Arguments:
         function: Callable[..., PyTree],
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
-        batch_argnums: int | Sequence[int] | None = None,
+        batch_argnums: Slot | Sequence[Slot] | None = None,
         state_argnums: int | Sequence[int] | None = None,
         returns_state: bool = True,
         batch_axis: int = 0,
@@ -85,18 +85,19 @@ class Arguments:
         except (TypeError, ValueError):  # a builtin without a signature
             self._parameters = []
         nums = self._positions("static_argnums", static_argnums)
-        names = self._names(static_argnames)
+        names = self._names("static_argnames", static_argnames)
         self._static = self._both((*nums, *names, *static))
         self._donated = self._both(donated)
-        self._batch = self._positions("batch_argnums", batch_argnums)
+        self._batch = self._slots(batch_argnums)
         self._state = self._positions("state_argnums", state_argnums)
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
         self._found: dict[Hashable, Roles] = {}
-        self._several = isinstance(batch_argnums, Sequence)
-        for position in self._batch:
-            if position in self._static:
+        self._several = isinstance(batch_argnums, Sequence) and not isinstance(batch_argnums, str)
+        for slot in self._batch:
+            if slot in self._static:
+                option = "argnames" if isinstance(slot, str) else "argnums"
                 raise ValueError(
-                    f"{self.name}: argument {position} is in batch_argnums and static_argnums; "
+                    f"{self.name}: argument {slot} is in batch_{option} and static_{option}; "
                     "leave it out of one."
                 )
 
@@ -187,8 +188,8 @@ class Arguments:
         removed = {p.name for p in first}
         arguments._static = frozenset(without_self(self._static - removed))
         arguments._donated = frozenset(without_self(self._donated - removed))
-        arguments._batch = tuple(n - 1 for n in self._batch if n)
-        arguments._state = tuple(n - 1 for n in self._state if n)
+        arguments._batch = without_self(self._batch)
+        arguments._state = without_self(self._state)
         arguments._found = {}
         return arguments
 
@@ -231,16 +232,18 @@ class Arguments:
         slots = self._named(self._batch, given)
         missing = [slot for slot in slots if slot not in left]
         if missing:
+            option = "batch_argnames" if isinstance(self._batch[-1], str) else "batch_argnums"
             raise TypeError(
-                f"{self.name}: batch_argnums names {self._text(missing)}, which is no argument of "
+                f"{self.name}: {option} names {self._text(missing)}, which is no argument of "
                 "this call beside the state."
             )
         return slots
 
-    def _named(self, positions: Sequence[int], given: Mapping[Slot, PyTree]) -> list[Slot]:
-        """Returns the slots of a call at these positions of the signature."""
-        names = self._positional()
-        return [n if n in given or n >= len(names) else names[n] for n in positions]
+    def _named(self, slots: Sequence[Slot], given: Mapping[Slot, PyTree]) -> list[Slot]:
+        """Returns the slots of a call for these slots of the signature."""
+        same: dict[Slot, Slot] = {n: name for n, name in enumerate(self._positional())}
+        same.update({name: n for n, name in same.items()})
+        return [slot if slot in given else same.get(slot, slot) for slot in slots]
 
     def _constant(self, slot: Slot, value: object) -> Constant:
         try:
@@ -283,17 +286,28 @@ class Arguments:
                 )
         return tuple(num + n if num < 0 else num for num in nums)
 
-    def _names(self, given: str | Iterable[str] | None) -> tuple[str, ...]:
+    def _names(self, option: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
         names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
         for name in names:
             if not isinstance(name, str):
-                raise TypeError(f"static_argnames: a str or several, not {name!r}.")
+                raise TypeError(f"{option}: a str or several, not {name!r}.")
             known = [p.name for p in self._parameters]
             if name not in known and not self._has(inspect.Parameter.VAR_KEYWORD):
                 raise ValueError(
-                    f"static_argnames has {name!r}, but {self.name} takes {', '.join(known)}."
+                    f"{option} has {name!r}, but {self.name} takes {', '.join(known)}."
                 )
         return names
+
+    def _slots(self, given: Slot | Sequence[Slot] | None) -> tuple[Slot, ...]:
+        """Converts the batch's positions, counted from 0, and names."""
+        several = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+        slots: tuple[Slot, ...] = ()
+        for slot in several if given is not None else ():
+            if isinstance(slot, str):
+                slots += self._names("batch_argnames", slot)
+            else:
+                slots += self._positions("batch_argnums", slot)
+        return slots
 
     def _both(self, slots: Iterable[Slot]) -> frozenset[Slot]:
         """Returns the slots by position and by name, as far as the signature shows both."""
@@ -312,6 +326,18 @@ class Arguments:
             f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
             for slot in slots
         )
+
+
+def slots(
+    nums: int | Sequence[int] | None, names: str | Iterable[str] | None
+) -> Slot | Sequence[Slot] | None:
+    """Returns arguments by positions and by names as one value."""
+    if names is None:
+        return nums
+    if nums is None and isinstance(names, str):
+        return names
+    positions = () if nums is None else nums if isinstance(nums, Sequence) else (nums,)
+    return (*positions, *((names,) if isinstance(names, str) else names))
 
 
 def _kind(x: Any) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -13,7 +13,8 @@ from zerojax.config import BatchSizes
 from zerojax.devices.mesh import stage_size
 from zerojax.devices.rows import dimension
 from zerojax.step.batch_placer import BatchPlacer
-from zerojax.step.call import is_array, is_key
+from zerojax.step.call import Call, is_array, is_key
+from zerojax.step.jitted import Slot
 from zerojax.xla.types import PyTree
 
 _SHOWN = 6
@@ -130,9 +131,7 @@ class BatchLayout(BatchPlacer):
             "over updates, write zero(step, batch_axis=1)."
         )
 
-    def check_more(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], batch: PyTree
-    ) -> None:
+    def check_more(self, call: Call) -> None:
         """Checks a step's further arguments, which every micro-batch receives in full.
 
         Raises:
@@ -140,16 +139,20 @@ class BatchLayout(BatchPlacer):
         """
         if self.sizes.accumulation == 1:
             return
-        rows = {self.rows(batch), self.leaves.own_rows(batch)}
-        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-            if is_array(x) and np.ndim(x) and (n := np.shape(x)[0]) in rows:
-                raise ValueError(
-                    f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
-                    f"{np.shape(x)}, with the {n} rows of the batch, which is cut into "
-                    f"{self.sizes.accumulation} micro-batches: make it part of the batch, as "
-                    "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "
-                    "needs all of it, pass it with a first dimension of 1 (x[None])."
-                )
+        rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)}
+        given = dict(zip(call.roles.further, (*call.args, *call.kwargs.values()), strict=True))
+        alike = {
+            slot: [x for x in jax.tree.leaves(value) if _rows(x) in rows]
+            for slot, value in given.items()
+        }
+        if slots := [slot for slot in given if alike[slot]]:
+            shape = np.shape(alike[slots[0]][0])
+            raise ValueError(
+                f"the further argument {slots[0]} has the shape {shape}, with the {shape[0]} rows "
+                f"of the batch, which is cut into {self.sizes.accumulation} micro-batches: make it "
+                f"part of the batch, zero(step, {_options((*call.form.batch, *slots))}). If every "
+                "micro-batch needs all of it, pass it with a first dimension of 1 (x[None])."
+            )
 
     def rows(self, batch: PyTree) -> int:
         """Returns the number of rows of a checked batch, or of its first leaf if leaves differ."""
@@ -185,6 +188,19 @@ class BatchLayout(BatchPlacer):
             f"gradient_accumulation_steps to 1{without} (graphs, whose nodes and edges have "
             "dimensions of their own)."
         )
+
+
+def _rows(x: object) -> int | None:
+    """Returns the size of an array's first dimension; None for what has none."""
+    return np.shape(x)[0] if is_array(x) and np.ndim(x) else None
+
+
+def _options(slots: Sequence[Slot]) -> str:
+    """Returns the options by which arguments are the batch."""
+    nums = tuple(slot for slot in slots if isinstance(slot, int))
+    names = tuple(slot for slot in slots if isinstance(slot, str))
+    both = {"batch_argnums": nums, "batch_argnames": names}
+    return ", ".join(f"{option}={given}" for option, given in both.items() if given)
 
 
 def _some(names: Collection[str]) -> str:

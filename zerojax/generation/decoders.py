@@ -17,13 +17,15 @@ from flax import linen as nn
 from flax import nnx
 from jax.tree_util import PyTreeDef
 
-from zerojax.generation.checks import check_params
+from zerojax.generation.checks import check_params, check_shapes
 from zerojax.generation.layers import Stacks
 from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
+from zerojax.models.hugging_face.config_file import carried
 from zerojax.quantize import dequantize
 from zerojax.trace.late import with_late_weights
 from zerojax.trace.scaled_products import with_scaled_products
+from zerojax.weights.saver import GENERATION_FILE
 from zerojax.xla.types import AnyJaxpr, PyTree
 
 LIMITS = ("block_size", "max_position_embeddings", "max_len", "max_length")
@@ -119,7 +121,8 @@ class EncoderDecoder:
         Raises:
           ValueError: The config has none.
         """
-        start: int | None = self.config.decoder_start_token_id
+        of_folder = carried(self.config, GENERATION_FILE).get("decoder_start_token_id")
+        start: int | None = self.config.decoder_start_token_id if of_folder is None else of_folder
         if start is None:
             raise ValueError(
                 "the model's config has decoder_start_token_id = None: replace it by the token "
@@ -152,6 +155,21 @@ def _limit(model: object) -> int | None:
         return None
     limits = (getattr(config, name, None) for name in LIMITS)
     return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def _check_fit(decoder: Decoder, params: PyTree) -> None:
+    """Rejects parameters with which a linen model cannot be called because they are not its own.
+
+    Raises:
+      ValueError: A parameter is missing, not one of the model's, or of another shape.
+    """
+    if isinstance(decoder, LinenDecoder | EncoderDecoder):
+        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        inputs = [token] * (1 + isinstance(decoder, EncoderDecoder))
+        model, name = decoder.model, type(decoder.model).__name__
+        variables = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), *inputs)
+        remedy = f"pass the parameters of a {name} of the same config"
+        check_shapes(_variables(params)["params"], variables["params"], remedy)
 
 
 def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
@@ -266,9 +284,13 @@ def _cache(
     def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
         tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         begun = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source)
-        return jax.eval_shape(
-            lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
-        )
+        try:
+            return jax.eval_shape(
+                lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
+            )
+        except Exception:
+            _check_fit(decoder, params)
+            raise
 
     logits, cache = call(rows)
     shapes, structure = jax.tree.flatten(cache)

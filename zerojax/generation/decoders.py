@@ -84,7 +84,7 @@ class LinenDecoder:
     takes_positions: bool
 
     def limit(self) -> int | None:
-        return _limit(self.model)
+        return longest_row(self.model)
 
     def __call__(
         self, params: PyTree, cache: PyTree | Source | None, tokens: jax.Array, positions: jax.Array
@@ -107,7 +107,7 @@ class EncoderDecoder:
     takes_positions = True
 
     def limit(self) -> int | None:
-        return _limit(self.model)
+        return longest_row(self.model)
 
     @property
     def config(self) -> Any:
@@ -149,7 +149,8 @@ def _variables(params: PyTree) -> dict[str, PyTree]:
     return params if "params" in params else {"params": params}
 
 
-def _limit(model: object) -> int | None:
+def longest_row(model: object) -> int | None:
+    """Returns the number of tokens of a model's longest row; None if its config states none."""
     config = getattr(model, "config", model)
     if getattr(config, "rope_type", None) == "dynamic":
         return None
@@ -185,7 +186,7 @@ def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
     given, params = params, getattr(params, "params", params)
     if isinstance(model, nnx.Module):
         takes_positions = _takes_positions(type(model), "__call__")
-        return NNXDecoder.of(model, params, takes_positions, _limit(model))
+        return NNXDecoder.of(model, params, takes_positions, longest_row(model))
     decoder = _linen_decoder(model)
     check_params(given, params, model)
     return decoder, params

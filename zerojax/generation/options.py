@@ -44,7 +44,7 @@ THEIRS = {
     "seed": "`key`",
     "streamer": "zerojax.generate_stream",
 }
-"""What is written here for transformers' names of arguments."""
+"""The remedy for each of transformers' names of arguments."""
 
 WITHOUT_COUNTERPART = (
     "bad_words_ids", "begin_suppress_tokens", "constraints", "diversity_penalty", "dola_layers",

@@ -56,18 +56,20 @@ def test_what_a_folder_says_in_vain_is_named_once(caplog: pytest.LogCaptureFixtu
         options(generation)
         options(generation)
     (message,) = caplog.messages
-    assert "forced_bos_token_id = 0, no_repeat_ngram_size = 3, renormalize_logits = True" in message
+    named = ("forced_bos_token_id = 0", "no_repeat_ngram_size = 3", "renormalize_logits = True")
+    assert all(each in message for each in named)
+    assert "repetition" not in message
     assert "generation_config.json has" in message
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("eos_token_id", "write `eos`"),
-        ("max_length", "write `max_new_tokens`, which does not count the prompt"),
-        ("do_sample", "write `temperature` above 0 with `key`"),
-        ("num_return_sequences", "one row in `tokens` for each"),
-        ("attention_mask", "write `mask`"),
+        ("eos_token_id", "did you mean `eos`?"),
+        ("max_length", "did you mean `max_new_tokens`, which does not count"),
+        ("do_sample", "did you mean `temperature` above 0 with `key`?"),
+        ("num_return_sequences", "did you mean `tokens` with each prompt so many times?"),
+        ("attention_mask", "did you mean `mask`?"),
         ("num_beam", "did you mean `num_beams`?"),
         ("weight", "did you mean `weights`?"),
     ],

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
-import jax
 import numpy as np
 import pytest
 from trainer.jobs import POINTS, Classifier
@@ -44,44 +42,6 @@ def test_two_processes_have_the_numbers_of_one(
         names = {path.name for path in (tmp_path / folder).iterdir()}
         assert names == {"checkpoints", "model"}
         assert (tmp_path / folder / "model" / "model.safetensors").exists()
-
-
-class Mean(nn.Module):
-    """Tokens x [rows, T] to logits [rows, 4]; padding counts."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(4)(nn.Embed(16, 4)(x).mean(1))
-
-
-def padded(rows: list[Any]) -> dict[str, np.ndarray]:
-    longest = max(len(row["x"]) for row in rows)
-    x = np.stack([np.pad(row["x"], (0, longest - len(row["x"]))) for row in rows])
-    return {"x": x, "labels": np.array([row["label"] for row in rows])}
-
-
-def ragged(process: int, folder: str) -> list[list[float]]:
-    """Losses of training and of evaluations over rows of different lengths."""
-    rows = [{"x": [1 + i % 9] * (1 + i * 7 % 19), "label": i % 4} for i in range(40)]
-    args = TrainingArguments(
-        folder, per_device_train_batch_size=1, max_steps=5, logging_steps=1, save_strategy="no",
-        eval_strategy="steps", eval_steps=5, train_sampling_strategy="sequential",
-    )  # fmt: skip
-    data: Any = dict(train_dataset=rows, eval_dataset=rows, loss=classification_loss)
-    trainer = Trainer(Mean(), args, data_collator=padded, **data)
-    trainer.train()
-    history = trainer.state.log_history
-    return [[log[name] for log in history if name in log] for name in ("loss", "eval_loss")]
-
-
-@pytest.mark.sweep
-def test_two_processes_pad_to_one_length(
-    in_two_processes: Callable[..., list[Any]], quick_processes: None, tmp_path: Path
-) -> None:
-    alone = ragged(0, str(tmp_path / "one"))
-    for each in in_two_processes(ragged, str(tmp_path / "two")):
-        for ours, theirs in zip(each, alone, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 class Stream:

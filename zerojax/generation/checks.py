@@ -110,23 +110,26 @@ def check_params(given: PyTree, params: PyTree, model: object) -> None:
     )
 
 
-def check_shapes(given: PyTree, variables: PyTree, remedy: str, needed: PyTree = None) -> None:
-    """Rejects parameters of another model.
+def misfit(
+    given: PyTree, variables: PyTree, remedy: str, needed: PyTree = None
+) -> ValueError | None:
+    """Returns the error for parameters of another model, if they are: one is missing, not one of
+    the model's, or of another shape.
 
     Args:
       given: The parameters; quantized ones have the shapes of those that they stand for.
       variables: Those of the model.
       remedy: The end of the message.
       needed: Those of `variables` that must be given; all by default.
-
-    Raises:
-      ValueError: A parameter is missing, not one of the model's, or of another shape.
     """
     shapes, found = _shapes(variables), _shapes(given)
     for path in {**(shapes if needed is None else _shapes(needed)), **found}:
         if found.get(path) != shapes.get(path):
             have, want = (each.get(path, "not there") for each in (found, shapes))
-            raise ValueError(f"generate: params{path} is {have}, and in the model {want}: {remedy}")
+            return ValueError(
+                f"generate: params{path} is {have}, and in the model {want}: {remedy}"
+            )
+    return None
 
 
 def _shapes(variables: PyTree) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.tree_util import PyTreeDef
 
-from zerojax.generation.checks import check_params, check_shapes
+from zerojax.generation.checks import check_params, misfit
 from zerojax.generation.layers import Stacks
 from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
@@ -158,19 +158,18 @@ def longest_row(model: object) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
-def _check_fit(decoder: Decoder, params: PyTree) -> None:
-    """Rejects parameters with which a linen model cannot be called because they are not its own.
-
-    Raises:
-      ValueError: A parameter is missing, not one of the model's, or of another shape.
-    """
-    if isinstance(decoder, LinenDecoder | EncoderDecoder):
-        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        inputs = [token] * (1 + isinstance(decoder, EncoderDecoder))
-        model, name = decoder.model, type(decoder.model).__name__
+def _misfit(decoder: Decoder, params: PyTree) -> ValueError | None:
+    """Returns the error for parameters that are not those of a linen model, if they are not."""
+    if not isinstance(decoder, LinenDecoder | EncoderDecoder):
+        return None
+    token, model = jax.ShapeDtypeStruct((1, 1), jnp.int32), decoder.model
+    inputs = [token] * (1 + isinstance(decoder, EncoderDecoder))
+    try:
         variables = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), *inputs)
-        remedy = f"pass the parameters of a {name} of the same config"
-        check_shapes(_variables(params)["params"], variables["params"], remedy)
+    except Exception:  # other inputs create it
+        return None
+    remedy = f"pass the parameters of a {type(model).__name__} of the same config"
+    return misfit(_variables(params)["params"], variables["params"], remedy)
 
 
 def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
@@ -290,8 +289,10 @@ def _cache(
                 lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
             )
         except Exception:
-            _check_fit(decoder, params)
-            raise
+            problem = _misfit(decoder, params)
+            if problem is None:
+                raise
+        raise problem
 
     logits, cache = call(rows)
     shapes, structure = jax.tree.flatten(cache)

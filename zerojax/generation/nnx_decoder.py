@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.generation.checks import check_shapes
+from zerojax.generation.checks import misfit
 from zerojax.xla.types import PyTree
 
 
@@ -87,7 +87,8 @@ def _check(model: nnx.Module, params: PyTree) -> None:
     if not isinstance(params, Mapping):
         raise TypeError(f"generate: params: a {type(params).__name__}: {remedy}")
     variables, needed = nnx.state(model), nnx.state(model, nnx.Param)
-    check_shapes(params, nnx.as_pure(variables), remedy, nnx.as_pure(needed))
+    if problem := misfit(params, nnx.as_pure(variables), remedy, nnx.as_pure(needed)):
+        raise problem
 
 
 def _caches(model: nnx.Module) -> Iterator[Any]:

@@ -23,28 +23,20 @@ from zerojax.generation.checks import integer, integers, number
 from zerojax.generation.sampling import Sampling
 from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE
 
-KEYS = {
-    "eos_token_id": "eos",
-    "pad_token_id": "pad",
-    "forced_eos_token_id": "forced_eos",
-    **{k: k for k in ("temperature", "top_k", "top_p")},
-    **{k: k for k in ("num_beams", "length_penalty", "early_stopping")},
-}
-"""The options of a folder by transformers' names."""
+SAME = ("temperature", "top_k", "top_p", "num_beams", "length_penalty", "early_stopping")
+"""The options of a folder that have the same names here."""
 
-THEIRS = {
-    **{theirs: f"`{ours}`" for theirs, ours in KEYS.items()},
-    "max_length": "`max_new_tokens`, which does not count the prompt",
-    "do_sample": "`temperature` above 0 with `key`, and 0 for the largest logit",
-    "num_return_sequences": "one row in `tokens` for each sequence",
+RENAMED = {"eos_token_id": "eos", "pad_token_id": "pad", "forced_eos_token_id": "forced_eos"}
+"""The options that have other names here, by transformers' names."""
+
+THEIRS = {theirs: f"`{ours}`" for theirs, ours in RENAMED.items()} | {
     "input_ids": "`tokens`",
     "attention_mask": "`mask`",
-    "torch_dtype": "`dtype`",
-    "generator": "`key`",
-    "seed": "`key`",
-    "streamer": "zerojax.generate_stream",
+    "max_length": "`max_new_tokens`, which does not count the prompt",
+    "do_sample": "`temperature` above 0 with `key`",
+    "num_return_sequences": "`tokens` with each prompt so many times",
 }
-"""The remedy for each of transformers' names of arguments."""
+"""The keywords for transformers' names of arguments."""
 
 WITHOUT_COUNTERPART = (
     "bad_words_ids", "begin_suppress_tokens", "constraints", "diversity_penalty", "dola_layers",
@@ -57,7 +49,7 @@ WITHOUT_COUNTERPART = (
 )  # fmt: skip
 """Options of a folder that change tokens of transformers' `generate`, and none of zerojax's."""
 
-_NEUTRAL = (None, 0, 1, "", [], {})
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, "", [], {})
 _TOP_K = 50  # of transformers, where tokens are drawn
 
 
@@ -88,10 +80,10 @@ class Options(NamedTuple):
           ValueError: An option is out of range.
           TypeError: A keyword is unknown or missing.
         """
-        known = ("max_new_tokens", *dict.fromkeys(KEYS.values()))
+        known = ("max_new_tokens", *SAME, *RENAMED.values())
         for name in given.keys() - known:
-            remedy = THEIRS.get(name)
-            remedy = f"write {remedy}" if remedy else suggestion(name, (*known, *OTHERS))
+            remedy = f"did you mean {THEIRS[name]}?" if name in THEIRS else None
+            remedy = remedy or suggestion(name, (*known, *OTHERS))
             raise TypeError(f"generate: unknown argument {name}: {remedy}")
         given = {name: value for name, value in given.items() if value is not None}
         if "max_new_tokens" not in given:
@@ -133,15 +125,18 @@ def of_folder(text: str) -> Mapping[str, Any]:
     files = json.loads(text or "{}")
     file = GENERATION_FILE if GENERATION_FILE in files else CONFIG_FILE
     values = files.get(file, {})
-    if left_out := [
-        f"{key} = {values[key]!r}" for key in WITHOUT_COUNTERPART if _matters(key, values.get(key))
-    ]:
+    matters = {key: values[key] for key in WITHOUT_COUNTERPART if values.get(key) not in _NEUTRAL}
+    matters |= {key: x for key, x in values.items() if key in WITHOUT_COUNTERPART and x is True}
+    if values.get("forced_bos_token_id") is not None:  # a token may be 0
+        matters["forced_bos_token_id"] = values["forced_bos_token_id"]
+    if matters:
+        left_out = ", ".join(f"{key} = {value!r}" for key, value in matters.items())
         log.warning(
             "generate: %s has %s, without a counterpart in zerojax.generate: the tokens are those "
-            "without it. transformers' may differ.", file, ", ".join(left_out),
+            "without it. transformers' may differ.", file, left_out,
         )  # fmt: skip
     values = {key: value for key, value in values.items() if value is not None}
-    found = {ours: values[theirs] for theirs, ours in KEYS.items() if theirs in values}
+    found = {RENAMED.get(key, key): values[key] for key in (*SAME, *RENAMED) if key in values}
     if found.get("pad", 0) < 0:
         del found["pad"]
     if not values.get("do_sample"):
@@ -151,9 +146,3 @@ def of_folder(text: str) -> Mapping[str, Any]:
     if found.get("top_k") == 0:
         del found["top_k"]
     return found
-
-
-def _matters(key: str, value: object) -> bool:
-    if key == "forced_bos_token_id" or value is True:
-        return value is not None
-    return value not in _NEUTRAL

@@ -344,20 +344,21 @@ class KeptPrograms:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: dict[tuple[Generation, Mesh | None], Programs] = {}
+        self._kept: dict[tuple[Generation, Any], Programs] = {}
 
     @property
     def bytes(self) -> int:
         """The estimated bytes of the programs."""
         return OPERATION * sum(kept.operations for kept in self._kept.values())
 
-    def of(self, generation: Generation, devices: Mesh | None) -> Programs:
+    def of(self, generation: Generation, devices: Any) -> Programs:
         """Returns the programs of a generation, those of an earlier call if they are kept."""
         key = generation, devices
         while self._kept.keys() - {key} and self.bytes > self._most:
             del self._kept[next(each for each in self._kept if each != key)]
-        self._kept[key] = self._kept.pop(key, None) or Programs(generation, devices)
-        return self._kept[key]
+        found = self._kept.pop(key) if key in self._kept else Programs(generation, devices)
+        self._kept[key] = found
+        return found
 
 
 @functools.cache

@@ -31,10 +31,10 @@ DEFAULT = {("blenderbot", 1), ("blenderbot", 2), ("bart", 4), ("bart", 6)}
 )
 def test_targets_are_transformers(name: str, search: int) -> None:
     options = dict(recorded.SEARCHES[search])
-    forced = options.pop("forced_eos_token_id", None) is not None
+    forced = options.pop("forced_eos_token_id", None)
     config = dataclasses.replace(CONFIGS[name], scan=search != 2)
     variables = {"params": weights(name, config)}
-    write = jax.jit(partial(generate, Bart(config), forced_end=forced, **options))
+    write = jax.jit(partial(generate, Bart(config), forced_eos=forced, **options))
     targets, _ = write(variables, SOURCE, MASK)
     np.testing.assert_array_equal(targets, np.load(recorded.FILE)[f"{name}.search{search}"])
 

@@ -12,7 +12,10 @@ from generation.test_generate import create, gpt, params_of
 
 import zerojax
 from examples import nnx_gpt as example
+from zerojax.generation.beam_search import Search
+from zerojax.generation.program import OPERATION, Generation, KeptPrograms
 from zerojax.generation.prompts import Prompts
+from zerojax.generation.sampling import Sampling
 from zerojax.models.gpt import SIZES, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -40,6 +43,11 @@ def of_nnx(**fields: Any) -> dict[str, Any]:
     return dict(model=model, params=zeros)
 
 
+def deleted(params: Any) -> Any:
+    params["ln_f"]["bias"].delete()
+    return params
+
+
 Bad = tuple[Any, type[Exception], str]
 
 PARAMS: list[Bad] = [
@@ -60,8 +68,17 @@ PARAMS: list[Bad] = [
         TypeError,
         "without values: pass arrays, of model.init, zero.init or a checkpoint",
     ),
-    (lambda: dict(params=params_of(gpt(scan=True))), Exception, "No parameter|not find parameter"),
-    (lambda: dict(params=params_of(gpt(n_embd=64))), Exception, "shape"),
+    (lambda: dict(params=params_of(gpt(scan=True))), ValueError, "is not there, and in the model"),
+    (
+        lambda: dict(params=params_of(gpt(n_embd=64))),
+        ValueError,
+        r"params\['h_0'\].* is \(192,\), and in the model \(96,\): pass the parameters of a GPT",
+    ),
+    (
+        lambda: dict(params=deleted(params_of(gpt()))),
+        ValueError,
+        r"'bias'\] is deleted: a step that",
+    ),
     (lambda: of_nnx() | dict(params=[1]), TypeError, "params: a list: pass None, or nnx.state of"),
     (lambda: of_nnx() | dict(params={}), ValueError, "is not there, and in the model"),
     (lambda: of_nnx(n_embd=64), ValueError, r"is \(192,\), and in the model \(96,\)"),
@@ -95,7 +112,10 @@ OPTIONS: list[Bad] = [
     (dict(eos=256), ValueError, "eos = 256 is not among"),
     (dict(pad=256), ValueError, "pad = 256 is not among"),
     (dict(dtype=jnp.int8), ValueError, "dtype = int8 must be floating"),
+    (dict(dtype=jnp.float8_e4m3fn), ValueError, "dtype = float8_e4m3fn must be .* of 16 bits"),
+    (dict(dtype="half a byte"), ValueError, "dtype = 'half a byte' is no dtype"),
     (dict(num_beams=0), ValueError, "num_beams = 0"),
+    (dict(num_beams=10**6), ValueError, "num_beams = 1000000: the model has 256 tokens to begin"),
     (DRAW | dict(num_beams=2), ValueError, "num_beams = 2 beside temperature"),
     (dict(length_penalty=2.0), ValueError, "need num_beams of 2 or more"),
     (dict(num_beams=2, length_penalty="1"), ValueError, "length_penalty = '1' must be a finite"),
@@ -129,7 +149,7 @@ def test_calls_inside_jit_are_an_error(what: str) -> None:
 
 
 def test_calls_of_equal_shapes_share_programs(compiles: list[str]) -> None:
-    """Prompts are padded differently, and options are numbers of NumPy and JAX."""
+    """Prompts are padded differently, or a little longer; options are numbers of NumPy and JAX."""
     params, tokens = params_of(gpt()), np.array([[0, 5, 6], [7, 8, 9]])
     how: Any = dict(max_new_tokens=2, top_k=300, top_p=1.0, eos=3, **DRAW)
     zerojax.generate(gpt(), params, tokens, mask=[[0, 1, 1], [1, 1, 1]], **how)
@@ -137,9 +157,25 @@ def test_calls_of_equal_shapes_share_programs(compiles: list[str]) -> None:
     how |= dict(max_new_tokens=np.int64(2), temperature=jnp.float32(1), top_k=np.int32(300))
     how |= dict(top_p=np.float32(1), eos=np.array([3]))
     out = zerojax.generate(gpt(), params, tokens, mask=[[0, 0, 1], [0, 1, 1]], **how)
+    longer = zerojax.generate(gpt(), params, [[5, 6, 7, 8], [9]], **how | dict(max_new_tokens=7))
     assert not compiles
+    assert (out.shape, longer.shape) == ((2, 5), (2, 11))
     assert np.asarray(out)[:, :2].tolist() == [[6, int(out[0, 1])], [8, 9]]
-    assert out.shape == (2, 5)
+
+
+def test_programs_are_kept_up_to_their_bytes() -> None:
+    def generation(common: int) -> Any:
+        rest: Any = ((), 0, (), None, (), None, (), Search())
+        return Generation(None, None, Sampling(), common, *rest)  # type: ignore[arg-type]
+
+    kept = KeptPrograms(most=OPERATION * 100)
+    programs = {i: kept.of(generation(i), None) for i in range(3)}
+    for each in programs.values():
+        each.finish.operations = 40
+    assert kept.of(generation(0), None) is programs[0]  # the oldest is now the last
+    assert kept.bytes == OPERATION * 80
+    assert kept.of(generation(2), None) is programs[2]
+    assert kept.of(generation(1), None) is not programs[1]
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_nan_logits_are_an_error() -> None:
 
 @pytest.mark.slow
 def test_streams_have_no_beams() -> None:
-    with pytest.raises(ValueError, match="leave num_beams out"):
+    with pytest.raises(ValueError, match="pass num_beams=1"):
         zerojax.generate_stream(gpt(), params_of(gpt()), [[1]], max_new_tokens=2, num_beams=2)
     one_by_one = OneByOne()
     params = jax.eval_shape(one_by_one.init, jax.random.key(0), jnp.ones((1, 4), int))["params"]

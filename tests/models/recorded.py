@@ -44,7 +44,7 @@ BART: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
-# Arguments of transformers' generate; `forced_eos_token_id` is `forced_end` of ours.
+# Arguments of transformers' generate; `forced_eos_token_id` is `forced_eos` of ours.
 SEARCHES: tuple[dict[str, Any], ...] = (
     dict(num_beams=4, max_length=16),
     dict(num_beams=3, max_length=16, min_length=7, length_penalty=2.0, early_stopping=True),

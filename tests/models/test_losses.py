@@ -12,6 +12,7 @@ from zerojax.config import ConfigError
 from zerojax.models.losses import (
     READY,
     causal_lm_loss,
+    classification_loss,
     label_losses,
     model_loss,
     seq2seq_loss,
@@ -59,6 +60,18 @@ def test_a_decoder_reads_the_labels_one_token_late() -> None:
     nameless: Any = Decoder(pad_token_id=1)
     with pytest.raises(ValueError, match="Decoder's config no decoder_start_token_id and pad_to"):
         seq2seq_loss(nameless, batch)
+
+
+def test_floats_in_the_shape_of_the_logits_are_several_labels() -> None:
+    logits = np.array([[2.0, -1.0, 0.5], [-3.0, 4.0, 0.0]])
+    labels = np.array([[1.0, 0.0, 0.25], [0.0, 1.0, 1.0]])
+    fields: Any = {"x": jnp.array(logits), "labels": jnp.array(labels)}
+    losses, weights = classification_loss(lambda x: x, fields)["loss"]
+    p = 1 / (1 + np.exp(-logits))  # as torch's BCEWithLogitsLoss, a mean over all of them
+    mean = -(labels * np.log(p) + (1 - labels) * np.log(1 - p)).mean()
+    np.testing.assert_allclose((losses * weights).sum() / weights.sum(), mean, rtol=1e-6)
+    with pytest.raises(ValueError, match="is a regression: pass a loss of yours"):
+        classification_loss(lambda x: x[:, :1], fields | {"labels": fields["labels"][:, :1]})
 
 
 def test_only_ready_losses_are_smoothed() -> None:

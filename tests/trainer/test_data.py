@@ -50,6 +50,35 @@ def test_the_rows_of_an_update_that_count() -> None:
     assert (update.rows, full.rows) == (3, 8)
 
 
+def padded(rows: list[Any]) -> dict[str, np.ndarray]:
+    """Rows to the length of the longest."""
+    longest = max(len(row["x"]) for row in rows)
+    return {"x": np.stack([np.pad(row["x"], (0, longest - len(row["x"]))) for row in rows])}
+
+
+def test_the_parts_of_a_batch_are_padded_to_one_length() -> None:
+    lengths = [3, 4, 9, 2, 5, 5, 5, 5]
+    reader = Reader([{"x": [1] * n} for n in lengths], padded, zerojax.mesh())
+    parts = [reader.own(np.arange(4), slice(i, i + 2))["x"] for i in (0, 2)]
+    np.testing.assert_array_equal(np.concatenate(parts), reader.batch(np.arange(4))["x"])
+    assert {part.shape for part in parts} == {(2, 9)}
+
+
+def test_a_part_of_a_batch_of_equal_rows_is_read_alone() -> None:
+    read = []
+
+    class Counted(list[Any]):
+        def __getitem__(self, i: Any) -> Any:
+            read.append(i)
+            return super().__getitem__(i)
+
+    reader = Reader(Counted([{"x": [i, i]} for i in range(8)]), padded, zerojax.mesh())
+    reader.own(np.arange(4), slice(2, 4))  # the first batch shows that its rows are equal
+    read.clear()
+    assert reader.own(np.arange(4, 8), slice(0, 2))["x"].tolist() == [[4, 4], [5, 5]]
+    assert read == [4, 5]
+
+
 class Listed:
     """As ``datasets.Dataset``: many rows at once."""
 

@@ -50,6 +50,16 @@ def test_labels_are_of_the_models_classes(model: Any) -> None:
         check({"x": X, "labels": np.zeros(3)})
 
 
+def test_floats_in_the_shape_of_the_logits_are_several_labels() -> None:
+    check = limits(Classifier(), classification_loss).check
+    check({"x": X, "labels": np.zeros((3, 4), np.float32)})
+    with pytest.raises(TypeError, match="float32, and classification_loss needs integers"):
+        check({"x": X, "labels": np.zeros((3, 5), np.float32)})
+    check = limits(Classifier(), classification_loss).check
+    with pytest.raises(ValueError, match=r"int32\[8, 4\], as the logits: several labels .* floats"):
+        check({"x": np.zeros((8, 8), np.float32), "labels": np.zeros((8, 4), np.int32)})
+
+
 def test_tokens_are_of_the_vocabulary() -> None:
     for loss in (causal_lm_loss, model_loss):
         with pytest.raises(ValueError, match="input_ids have 64, and the vocabulary of GPT has 64"):

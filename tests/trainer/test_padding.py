@@ -5,6 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from zerojax import Trainer, TrainingArguments
+from zerojax.generation.decoders import longest_row
+from zerojax.models.bert import SIZES, BertClassifier, BertConfig
+from zerojax.models.losses import classification_loss
 from zerojax.trainer.padding import padded_by
 
 
@@ -53,6 +57,28 @@ def test_labels_of_tokens_are_padded_beside_the_inputs(side: str) -> None:
     counted = labels[0] != -100
     assert counted.sum() == 3
     assert counted[0 if side == "right" else -1]
+
+
+@pytest.mark.parametrize(("limit", "width"), [(None, 128), (200, 128), (70, 70), (60, 128)])
+def test_padding_ends_at_the_positions_of_the_model(limit: int | None, width: int) -> None:
+    collate = padded_by(Tokenizer(), limit)
+    assert collate is not None
+    batch = collate(rows(labels=[[7] * 3, [7] * 70]))
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, width)
+    assert collate(rows(labels=[[7] * 3, [7] * 130]))["labels"].shape == (2, 192)
+
+
+@pytest.mark.slow
+def test_the_trainer_knows_the_positions_of_its_model() -> None:
+    roberta = BertConfig(**SIZES["bert-tiny"] | dict(model_type="roberta", pad_token_id=1))
+    assert longest_row(BertClassifier(roberta)) == roberta.max_position_embeddings - 2
+    data = [{"input_ids": [5] * 9, "label": 0}] * 8
+    args = TrainingArguments("out", max_steps=1, save_strategy="no", report_to="none")
+    trainer = Trainer(
+        BertClassifier(BertConfig(**SIZES["bert-tiny"])), args, train_dataset=data,
+        tokenizer=Tokenizer(), loss=classification_loss,
+    )  # fmt: skip
+    assert trainer.train().global_step == 1  # 32 positions
 
 
 def test_an_object_that_cannot_pad() -> None:

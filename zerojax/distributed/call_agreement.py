@@ -114,7 +114,7 @@ class CallAgreement:
             f"{self._name}: the processes pass different arguments at call {first}: {name} is "
             f"{values}{others}. All processes run one program: let the loader drop the last "
             "incomplete batch or fill it up with rows of weight 0, pad the rows of all processes "
-            "to one length, and give arrays one dtype."
+            'to one length (a tokenizer\'s padding="max_length" does), and give arrays one dtype.'
         )
 
     def _look(self, this: Coordinator) -> float:

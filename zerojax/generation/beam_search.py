@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.generation.checks import integers
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source
 from zerojax.models.bart import Bart
 from zerojax.models.loss import widen
@@ -91,7 +92,8 @@ def beam_search(
     min_length: int = 0,
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
-    forced_end: bool = False,
+    stop: int | jax.Array | None = None,
+    forced_eos: int | Sequence[int] | None = None,
     forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     cache_axes: PyTree = 0,
 ) -> tuple[jax.Array, jax.Array]:
@@ -108,12 +110,14 @@ def beam_search(
       pad: The token that pads targets after their end.
       num_beams: K. With 1 the search is greedy, and stops at the first `end`.
       max_length: L, the maximum length of targets, including the start token.
+      stop: The length at which targets end, up to L; None for L. It may be traced, so that searches
+        of different lengths run one program.
       min_length: The minimum number of tokens before `end`, including the start token.
       length_penalty: The exponent of length; above 0 it favors longer targets.
       early_stopping: The condition for a row with K finished hypotheses to be done. True: at once;
         False: as soon as the best running hypothesis would score below the worst finished one if it
         ended now; "never": only if it could not reach that score at any length up to L.
-      forced_end: Whether a target of length L always ends with `end` (`forced_eos_token_id`).
+      forced_eos: The token, or the tokens, with one of which a target of length L always ends.
       forbid: A function; `forbid(tokens, length)` returns bool [B K, V], True for tokens that must
         not follow the first `length` of tokens int32 [B K, L].
       cache_axes: The axis of the dimension B K, or that of each array; negative for an array that
@@ -125,7 +129,8 @@ def beam_search(
     check_options(num_beams, max_length, min_length, early_stopping)
     if num_beams == 1:
         early_stopping = True
-    ends = np.atleast_1d(np.asarray(end, np.int32))
+    stop = max_length if stop is None else stop
+    ends, forced = (np.asarray(integers("end", x), np.int32) for x in (end, forced_eos))
     axes = jax.tree.broadcast(cache_axes, cache)
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
 
@@ -141,9 +146,8 @@ def beam_search(
         scores = jnp.where(is_end & (state.length < min_length), -jnp.inf, scores)
         if forbid is not None:
             scores = jnp.where(forbid(flat(state.running.tokens), state.length), -jnp.inf, scores)
-        if forced_end:
-            forced = jnp.where(is_end, 0, -jnp.inf)
-            scores = jnp.where(state.length == max_length - 1, forced, scores)
+        if len(forced):
+            scores = jnp.where(state.length == stop - 1, only(forced, scores.shape[-1]), scores)
         scores = scores.reshape(rows, num_beams, -1) + state.running.scores[..., None]
         return scores.reshape(rows, -1), cache
 
@@ -154,7 +158,7 @@ def beam_search(
         beams, tokens = jnp.divmod(chosen, vocabulary)
         extended = _select_beams(state.running.tokens, beams).at[:, :, state.length].set(tokens)
         length = state.length + 1
-        ended = jnp.isin(tokens, ends) | (length >= max_length)
+        ended = jnp.isin(tokens, ends) | (length >= stop)
 
         order = jax.lax.top_k(scores + NEVER * ended, num_beams)[1]
         running = Beams(
@@ -176,7 +180,7 @@ def beam_search(
         complete = jnp.concatenate([state.complete, ended & is_top], axis=1)
         complete = _select_beams(complete, order)
 
-        final_length = max_length if early_stopping == "never" and length_penalty > 0 else length
+        final_length = stop if early_stopping == "never" and length_penalty > 0 else length
         reachable = running.scores[:, 0] / (final_length - 1.0) ** length_penalty
         worst = jnp.where(complete, best.min(-1, keepdims=True), NEVER)
         return State(
@@ -208,6 +212,15 @@ def beam_search(
     )
     finished = jax.lax.while_loop(unfinished, body, state).finished
     return finished.tokens[:, 0], finished.scores[:, 0]
+
+
+def only(tokens: Sequence[int] | np.ndarray, vocabulary: int) -> jax.Array:
+    """Returns scores fp32 [V] that leave no other tokens.
+
+    >>> only([2], 4).tolist()
+    [-inf, -inf, 0.0, -inf]
+    """
+    return jnp.full(vocabulary, -jnp.inf).at[np.asarray(tokens)].set(0.0)
 
 
 def begun(empty: PyTree, start: PyTree) -> PyTree:
@@ -273,7 +286,7 @@ def generate(
       no_repeat_ngram_size: n; a target never repeats an n-gram. 0 allows repetition.
       encoder_no_repeat_ngram_size: n; a target never has an n-gram of its source, including
         padding. 0 allows it.
-      options: `min_length`, `length_penalty`, `early_stopping` and `forced_end` of `beam_search`.
+      options: `min_length`, `length_penalty`, `early_stopping` and `forced_eos` of `beam_search`.
 
     Raises:
       ValueError: The model has no positions for `max_length` tokens, or an option is out of range.

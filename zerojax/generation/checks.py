@@ -72,10 +72,18 @@ def check_key(key: Any) -> None:
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
-    """Rejects a dtype that is not floating."""
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+    """Rejects a dtype that is not floating, or in which XLA does not compute whole models."""
+    if dtype is None:
+        return
+    try:
+        given = jnp.dtype(dtype)
+    except TypeError:
         raise ValueError(
-            f"dtype = {jnp.dtype(dtype)} must be floating, as jax.numpy.bfloat16; "
+            f"dtype = {dtype!r} is no dtype: pass one, as jax.numpy.bfloat16"
+        ) from None
+    if not jnp.issubdtype(given, jnp.floating) or given.itemsize < 2:
+        raise ValueError(
+            f"dtype = {given} must be floating and of 16 bits or more, as jax.numpy.bfloat16; "
             "zerojax.quantize_weights turns parameters into integers"
         )
 
@@ -102,11 +110,39 @@ def check_params(given: PyTree, params: PyTree, model: object) -> None:
     )
 
 
+def misfit(
+    given: PyTree, variables: PyTree, remedy: str, needed: PyTree = None
+) -> ValueError | None:
+    """Returns the error for parameters of another model, if they are: one is missing, not one of
+    the model's, or of another shape.
+
+    Args:
+      given: The parameters; quantized ones have the shapes of those that they stand for.
+      variables: Those of the model.
+      remedy: The end of the message.
+      needed: Those of `variables` that must be given; all by default.
+    """
+    shapes, found = _shapes(variables), _shapes(given)
+    for path in {**(shapes if needed is None else _shapes(needed)), **found}:
+        if found.get(path) != shapes.get(path):
+            have, want = (each.get(path, "not there") for each in (found, shapes))
+            return ValueError(
+                f"generate: params{path} is {have}, and in the model {want}: {remedy}"
+            )
+    return None
+
+
+def _shapes(variables: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=lambda x: hasattr(x, "shape"))
+    return {jax.tree_util.keystr(path): tuple(x.shape) for path, x in leaves}
+
+
 def check_values(**arguments: PyTree) -> None:
     """Rejects arguments with arrays that have no values.
 
     Raises:
       TypeError: An array is abstract or traced.
+      ValueError: An array is deleted.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(arguments):
         where = f"generate: {path[0].key}{jax.tree_util.keystr(path[1:])}"
@@ -116,4 +152,9 @@ def check_values(**arguments: PyTree) -> None:
             raise TypeError(
                 f"{where} is a jax.ShapeDtypeStruct, without values: pass arrays, of model.init, "
                 "zero.init or a checkpoint"
+            )
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(
+                f"{where} is deleted: a step that donates its state, or a program with "
+                "donate_argnums, took it; pass what that returned"
             )

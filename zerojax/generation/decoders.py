@@ -17,13 +17,15 @@ from flax import linen as nn
 from flax import nnx
 from jax.tree_util import PyTreeDef
 
-from zerojax.generation.checks import check_params
+from zerojax.generation.checks import check_params, misfit
 from zerojax.generation.layers import Stacks
 from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
+from zerojax.models.hugging_face.config_file import carried
 from zerojax.quantize import dequantize
 from zerojax.trace.late import with_late_weights
 from zerojax.trace.scaled_products import with_scaled_products
+from zerojax.weights.saver import GENERATION_FILE
 from zerojax.xla.types import AnyJaxpr, PyTree
 
 LIMITS = ("block_size", "max_position_embeddings", "max_len", "max_length")
@@ -82,7 +84,7 @@ class LinenDecoder:
     takes_positions: bool
 
     def limit(self) -> int | None:
-        return _limit(self.model)
+        return longest_row(self.model)
 
     def __call__(
         self, params: PyTree, cache: PyTree | Source | None, tokens: jax.Array, positions: jax.Array
@@ -105,7 +107,7 @@ class EncoderDecoder:
     takes_positions = True
 
     def limit(self) -> int | None:
-        return _limit(self.model)
+        return longest_row(self.model)
 
     @property
     def config(self) -> Any:
@@ -119,7 +121,8 @@ class EncoderDecoder:
         Raises:
           ValueError: The config has none.
         """
-        start: int | None = self.config.decoder_start_token_id
+        of_folder = carried(self.config, GENERATION_FILE).get("decoder_start_token_id")
+        start: int | None = self.config.decoder_start_token_id if of_folder is None else of_folder
         if start is None:
             raise ValueError(
                 "the model's config has decoder_start_token_id = None: replace it by the token "
@@ -146,12 +149,27 @@ def _variables(params: PyTree) -> dict[str, PyTree]:
     return params if "params" in params else {"params": params}
 
 
-def _limit(model: object) -> int | None:
+def longest_row(model: object) -> int | None:
+    """Returns the number of tokens of a model's longest row; None if its config states none."""
     config = getattr(model, "config", model)
     if getattr(config, "rope_type", None) == "dynamic":
         return None
     limits = (getattr(config, name, None) for name in LIMITS)
     return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
+def _misfit(decoder: Decoder, params: PyTree) -> ValueError | None:
+    """Returns the error for parameters that are not those of a linen model, if they are not."""
+    if not isinstance(decoder, LinenDecoder | EncoderDecoder):
+        return None
+    token, model = jax.ShapeDtypeStruct((1, 1), jnp.int32), decoder.model
+    inputs = [token] * (1 + isinstance(decoder, EncoderDecoder))
+    try:
+        variables = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), *inputs)
+    except Exception:  # other inputs create it
+        return None
+    remedy = f"pass the parameters of a {type(model).__name__} of the same config"
+    return misfit(_variables(params)["params"], variables["params"], remedy)
 
 
 def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
@@ -167,7 +185,7 @@ def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
     given, params = params, getattr(params, "params", params)
     if isinstance(model, nnx.Module):
         takes_positions = _takes_positions(type(model), "__call__")
-        return NNXDecoder.of(model, params, takes_positions, _limit(model))
+        return NNXDecoder.of(model, params, takes_positions, longest_row(model))
     decoder = _linen_decoder(model)
     check_params(given, params, model)
     return decoder, params
@@ -266,9 +284,15 @@ def _cache(
     def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
         tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         begun = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source)
-        return jax.eval_shape(
-            lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
-        )
+        try:
+            return jax.eval_shape(
+                lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
+            )
+        except Exception:
+            problem = _misfit(decoder, params)
+            if problem is None:
+                raise
+        raise problem
 
     logits, cache = call(rows)
     shapes, structure = jax.tree.flatten(cache)

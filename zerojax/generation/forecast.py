@@ -22,7 +22,7 @@ from zerojax.generation import weights as parameter_weights
 from zerojax.generation.beam_search import Search
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source, decoder_of
 from zerojax.generation.layers import Layered
-from zerojax.generation.program import Generation, Programs
+from zerojax.generation.program import Generation, Lengths, Programs, rounded
 from zerojax.generation.sampling import Sampling
 from zerojax.generation.weights import Weights
 from zerojax.hlo.program import parse
@@ -138,13 +138,14 @@ def forecast(
     if isinstance(decoder, EncoderDecoder):
         start = 1
         source = Source(*(jax.ShapeDtypeStruct((rows, prompt), x) for x in (jnp.int32, jnp.bool_)))
-    cache = Cache.of(decoder, shapes, rows, start + max_new_tokens, source)
+    longest = rounded(start + max_new_tokens, decoder.limit())
+    cache = Cache.of(decoder, shapes, rows, longest, source)
     stacks = cache.stacks(decoder, shapes)
     placed = parameter_weights.place(
         jax.tree.leaves(params), weights, dtype, cache.bytes, stacks.params, mesh
     )
     generation = Generation(
-        decoder, cache, Sampling(), max_new_tokens, (), 0, jax.tree.structure(params),
+        decoder, cache, Sampling(), start, (), 0, (), jax.tree.structure(params),
         placed.cache_layers(stacks), placed.mesh or mesh, placed.shards, Search(),
     )  # fmt: skip
     programs, on = Programs(generation, mesh), placed.mesh or mesh
@@ -158,11 +159,9 @@ def forecast(
         measured, compiled = measure_compiled(lowered, known, rates, nodes_of(mesh))
         return compiled or lowered.compile(), measured  # which raises XLA's error
 
-    lengths = placed_rows(rows)
+    lengths = Lengths(placed_rows(rows), placed_rows(rows))
     source = jax.tree.map(lambda x: placed_rows(*x.shape, dtype=x.dtype), source)
-    traced = programs.start.trace(
-        placed.arrays, placed_rows(rows, start + max_new_tokens), lengths, source, start
-    )
+    traced = programs.start.trace(placed.arrays, placed_rows(rows, longest), lengths, source)
     compiled, reading = run(traced)
     progress = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(

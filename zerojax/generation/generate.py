@@ -9,11 +9,10 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from zerojax.generation.beam_search import EarlyStopping, Search
-from zerojax.generation.checks import integer, number
+from zerojax.generation.beam_search import EarlyStopping
+from zerojax.generation.options import OTHERS, Options
 from zerojax.generation.prompts import Tokens
 from zerojax.generation.run import Run, readable
-from zerojax.generation.sampling import Sampling
 from zerojax.generation.weights import Weights
 from zerojax.xla.types import PyTree
 
@@ -23,19 +22,21 @@ def generate(
     params: PyTree,
     tokens: Tokens,
     *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     key: jax.Array | None = None,
-    num_beams: int = 1,
-    length_penalty: float = 1.0,
-    early_stopping: EarlyStopping = False,
+    num_beams: int | None = None,
+    length_penalty: float | None = None,
+    early_stopping: EarlyStopping | None = None,
     eos: int | Sequence[int] | None = None,
     pad: int | None = None,
+    forced_eos: int | Sequence[int] | None = None,
     mask: ArrayLike | None = None,
     weights: Weights | None = None,
     dtype: DTypeLike | None = None,
+    **others: Any,
 ) -> jax.Array:
     r"""Generates tokens after prompts, or the targets of an encoder-decoder.
 
@@ -60,7 +61,7 @@ def generate(
       tokens: The prompts, or the sources of an encoder-decoder: int [B, T], or a sequence of tokens
         for each row.
       max_new_tokens: The most new tokens of each row.
-      temperature: 0 takes the largest logit.
+      temperature: 0, the default, takes the largest logit.
       top_k: The number of tokens from which one is drawn; None for all.
       top_p: The probability of the tokens from which one is drawn; None for 1.
       key: The key of the draws, needed if ``temperature`` is above 0.
@@ -69,13 +70,20 @@ def generate(
       length_penalty: The exponent of length in the scores of the search.
       early_stopping: The condition for the search to end, as in transformers.
       eos: The token, or the tokens, that end a row; by default that of an encoder-decoder's config.
+        ``()`` for none.
       pad: The token after the end of a row; by default that of an encoder-decoder's config, the
         first of ``eos``, or 0.
+      forced_eos: The token, or the tokens, of which one is the last of a row that has not ended;
+        none by default.
       mask: [B, T], 0 or False on padding of ``tokens``, on either side of a row, else 1 or True.
       weights: ``"gathered"`` gathers the parameters once, for all tokens; ``"by_layer"`` leaves
         them at rest, and gathers each layer, or copies it from host memory, in every token. By
         default they are gathered if they fit into the devices' free memory.
       dtype: The dtype to which floating parameters are cast first; None for their own.
+      others: None are known. The error for one of transformers' names says what to write.
+
+    For a model of a Hugging Face folder the defaults of all options are those of its files, see
+    :mod:`zerojax.generation.options`.
 
     Returns:
       int32 [B, T + max_new_tokens]: each row's prompt, directly followed by its new tokens, and
@@ -85,7 +93,7 @@ def generate(
     Raises:
       ValueError: An option or a token is out of range, a prompt is empty, or the rows are longer
         than the model's longest.
-      TypeError: The model has no cache.
+      TypeError: The model has no cache, or an argument is unknown.
       FloatingPointError: The logits of a row contain NaN.
       LaunchError: Prompts, key or options differ between processes that share the devices.
 
@@ -97,22 +105,24 @@ def generate(
       >>> zerojax.generate(model, params, [[1, 2, 3], [4]], max_new_tokens=5).shape
       (2, 8)
     """
-    sampling = Sampling.of(temperature, top_k, top_p)
-    search = Search(
-        num_beams=integer("num_beams", num_beams),
-        length_penalty=number("length_penalty", length_penalty),
-        early_stopping=early_stopping,
-    )
-    run = Run.of(
-        model, params, tokens, mask, max_new_tokens, sampling, search, key, eos, pad, weights, dtype
-    )
+    options = Options.of(
+        model, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping, eos=eos,
+        pad=pad, forced_eos=forced_eos, **others,
+    )  # fmt: skip
+    run = Run.of(model, params, tokens, options, mask=mask, key=key, weights=weights, dtype=dtype)
     progress = run.finish()
     run.check(progress)
-    return readable(progress.tokens)
+    return run.written(progress)
 
 
 def generate_stream(
-    model: object, params: PyTree, tokens: Tokens, *, max_new_tokens: int, **how: Any
+    model: object,
+    params: PyTree,
+    tokens: Tokens,
+    *,
+    max_new_tokens: int | None = None,
+    **how: Any,
 ) -> Iterator[np.ndarray]:
     """Generates tokens after prompts, and yields those of each step as soon as they exist.
 
@@ -127,18 +137,13 @@ def generate_stream(
       ValueError: As for :func:`generate`; or the model takes one token at a time, and the prompts
         have different lengths.
     """
-    sampling = Sampling.of(*(how.pop(name, None) for name in ("temperature", "top_k", "top_p")))
-    names = ("key", "eos", "pad", "weights", "dtype")
-    mask, others = how.pop("mask", None), [how.pop(name, None) for name in names]
-    if how.pop("num_beams", 1) != 1:
+    others = {name: how.pop(name, None) for name in OTHERS}
+    options = Options.of(model, max_new_tokens=max_new_tokens, **how)
+    if options.search.num_beams > 1:
         raise ValueError(
-            "generate_stream: num_beams: a beam search has its tokens only at its end; leave "
-            "num_beams out, or call zerojax.generate"
+            "generate_stream: num_beams: a beam search has its tokens only at its end; pass "
+            "num_beams=1, or call zerojax.generate"
         )
-    if how:
-        raise TypeError(
-            f"generate_stream: unknown arguments {', '.join(how)}; see zerojax.generate"
-        )
-    run = Run.of(model, params, tokens, mask, max_new_tokens, sampling, Search(), *others)
+    run = Run.of(model, params, tokens, options, **others)
     run.check_lengths("generate_stream")
     return (np.asarray(readable(progress.new)) for progress in run.steps(run.start()))

@@ -17,10 +17,11 @@ from jax.tree_util import PyTreeDef
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
-from zerojax.generation.beam_search import Search, beam_search, begun, repeated
+from zerojax.generation.beam_search import Search, beam_search, begun, only, repeated
 from zerojax.generation.decoders import Cache, Decoder, Source, Traced
 from zerojax.generation.layers import Layered, run, shapes, unstacked
 from zerojax.generation.sampling import Sampling
+from zerojax.graph.search import equations
 from zerojax.trace.single_rows import SmallProducts, with_repeated_rows
 from zerojax.xla.compiler import (
     DISABLED_PASSES,
@@ -30,6 +31,39 @@ from zerojax.xla.compiler import (
     options,
     streaming,
 )
+
+MULTIPLE = 64
+"""Prompts and rows have room for a multiple of so many tokens, so that near lengths share programs:
+each has programs of its own to compile. What lies beyond a row's tokens changes none of them."""
+
+OPERATION = 16 * 2**10
+"""Bytes of the host that a compiled operation takes, measured on CPUs."""
+
+MOST = 256 * 2**20
+"""Bytes of the host that compiled programs may take before those of old calls go."""
+
+
+def rounded(tokens: int, limit: int | None) -> int:
+    """Returns the next multiple of `MULTIPLE`, or the model's limit if that is less.
+
+    >>> rounded(65, None), rounded(65, 100), rounded(130, 100)
+    (128, 100, 130)
+    """
+    room = -(-tokens // MULTIPLE) * MULTIPLE
+    return room if limit is None else max(tokens, min(room, limit))
+
+
+class Lengths(NamedTuple):
+    """Tokens of each row.
+
+    Attributes:
+      prompt: int32 [B], of the prompt.
+      complete: int32 [B], of the prompt and the most new tokens. They are values, not shapes, so
+        that calls for more or fewer new tokens run one program.
+    """
+
+    prompt: Any
+    complete: Any
 
 
 class Progress(NamedTuple):
@@ -62,9 +96,11 @@ class Generation:
       decoder: The model.
       cache: The arrays of its cache.
       sampling: The choice of tokens.
-      max_new_tokens: The most new tokens of a row.
+      common: The number of tokens that are read of each prompt at once: of the longest if the
+        decoder takes positions, rounded up; else of the shortest.
       eos: The tokens that end a row.
       pad: The token after the end of a row.
+      forced_eos: The tokens of which one is the last of a row that has not ended; none forces none.
       structure: `jax.tree.structure` of the parameters.
       cache_layers: For each array of the cache the number of layers that are unstacked; 0 for an
         array that is not.
@@ -77,9 +113,10 @@ class Generation:
     decoder: Decoder
     cache: Cache
     sampling: Sampling
-    max_new_tokens: int
+    common: int
     eos: tuple[int, ...]
     pad: int
+    forced_eos: tuple[int, ...]
     structure: PyTreeDef
     cache_layers: tuple[int, ...]
     mesh: Mesh | AbstractMesh | None
@@ -91,35 +128,32 @@ class Generation:
         self,
         arrays: Layered,
         tokens: jax.Array,
-        lengths: jax.Array,
+        lengths: Lengths,
         source: Source | None,
-        common: int,
     ) -> Progress:
         """Reads the prompts but their last tokens, and the sources.
 
         Args:
           arrays: The parameters.
           tokens: int32 [B, S].
-          lengths: int32 [B], of the prompts.
+          lengths: Those of the rows.
           source: The sources of an encoder-decoder.
-          common: The number of tokens to read of each row: of the longest prompt if the decoder
-            takes positions, else of the shortest; static.
         """
-        return self._run(self._start, arrays, tokens, lengths, source, common)
+        return self._run(self._start, arrays, tokens, lengths, source)
 
     def advance(
-        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
     ) -> Progress:
         """Adds one token to each row that has not ended."""
         return self._run(self._advance, arrays, progress, lengths, key)
 
     def finish(
-        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
     ) -> Progress:
         """Adds tokens until all rows have ended, or the logits of one are NaN."""
         return self._run(self._finish, arrays, progress, lengths, key)
 
-    def search_beams(self, arrays: Layered, progress: Progress, lengths: jax.Array) -> Progress:
+    def search_beams(self, arrays: Layered, progress: Progress, lengths: Lengths) -> Progress:
         """Adds the tokens of the best beam of each row."""
         return self._run(self._search_beams, arrays, progress, lengths)
 
@@ -127,14 +161,10 @@ class Generation:
         """Runs a function of the parameters; gathers parameters where they are used."""
         if self.mesh is None or not any(self.shards):
             return function(arrays, *args)  # type: ignore[no-any-return]
-        traced = tuple(x for x in args if not isinstance(x, int))
-        static = [x for x in args if isinstance(x, int)]
-        closed, out = jax.make_jaxpr(
-            lambda arrays, *traced: function(arrays, *traced, *static), return_shape=True
-        )(shapes(arrays), *traced)
+        closed, out = jax.make_jaxpr(function, return_shape=True)(shapes(arrays), *args)
         inserter = weights.inserter_of(self.mesh)
         values = weights.entered(arrays, self.shards, inserter)
-        outs = inserter(closed, [*values, *jax.tree.leaves(traced)])
+        outs = inserter(closed, [*values, *jax.tree.leaves(args)])
         progress: Progress = jax.tree.unflatten(jax.tree.structure(out), outs)
         return progress
 
@@ -162,23 +192,24 @@ class Generation:
         self,
         arrays: Layered,
         tokens: jax.Array,
-        lengths: jax.Array,
+        lengths: Lengths,
         source: Source | None,
-        common: int,
     ) -> Progress:
-        rows = len(tokens)
+        rows, common = len(tokens), self.common
         empty = [*map(self._empty, self.cache.shapes, self.cache.rows)]
         cache = unstacked(empty, self.cache_layers)
-        at = lengths - 1
+        at = lengths.prompt - 1
         if source is not None:
             _, start = self._read(arrays, source, tokens[:, :1], jnp.zeros((rows, 1), jnp.int32))
             cache = begun(cache, start)
         if self.decoder.takes_positions:
             if common > 1:
-                columns = jnp.broadcast_to(jnp.arange(common), (rows, common))
+                # Tokens after a prompt's end have the position of its last: positions beyond it may
+                # change the rotation of all.
+                columns = jnp.minimum(jnp.arange(common), at[:, None])
                 _, cache = self._read(arrays, cache, tokens[:, :common], columns)
         else:
-            at = jnp.full_like(lengths, common - 1)
+            at = jnp.full_like(at, common - 1)
 
             def read(cache: Layered, column: jax.Array) -> tuple[Layered, None]:
                 token = lax.dynamic_slice_in_dim(tokens, column, 1, axis=1)
@@ -199,27 +230,30 @@ class Generation:
         return lax.with_sharding_constraint(empty, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def _advance(
-        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
     ) -> Progress:
         tokens, at, done = progress.tokens, progress.at, progress.done
         rows = jnp.arange(len(at))
         logits, cache = self._read(arrays, progress.cache, tokens[rows, at][:, None], at[:, None])
         logits = logits[:, -1]
         invalid = progress.invalid | (~done & jnp.isnan(logits).any(-1))
+        if self.forced_eos:
+            is_last = (at + 2 == lengths.complete)[:, None]
+            logits = jnp.where(is_last, only(self.forced_eos, logits.shape[-1]), logits)
         step_key = None if key is None else jax.random.fold_in(key, progress.step)
         drawn = self.sampling.choose(logits, step_key)
         following = jnp.minimum(at + 1, tokens.shape[1] - 1)
-        is_prompt = at + 1 < lengths
+        is_prompt = at + 1 < lengths.prompt
         new = jnp.where(is_prompt, tokens[rows, following], drawn)
         new = jnp.where(done, self.pad, new)
         tokens = tokens.at[rows, following].set(jnp.where(done, tokens[rows, following], new))
         at = jnp.where(done, at, following)
         ended = functools.reduce(jnp.logical_or, [new == eos for eos in self.eos], jnp.array(False))
-        done |= (~is_prompt & ended) | (at + 1 >= lengths + self.max_new_tokens)
+        done |= (~is_prompt & ended) | (at + 1 >= lengths.complete)
         return Progress(tokens, new, at, done, invalid, progress.step + 1, cache)
 
     def _finish(
-        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
     ) -> Progress:
         def goes_on(progress: Progress) -> jax.Array:
             return ~progress.done.all() & ~progress.invalid.any()
@@ -228,11 +262,12 @@ class Generation:
             goes_on, lambda progress: self._advance(arrays, progress, lengths, key), progress
         )
 
-    def _search_beams(self, arrays: Layered, progress: Progress, lengths: jax.Array) -> Progress:
-        count, rows = self.search.num_beams, len(lengths)
+    def _search_beams(self, arrays: Layered, progress: Progress, lengths: Lengths) -> Progress:
+        count, (rows, longest) = self.search.num_beams, progress.tokens.shape
         layers = zip(self.cache.rows, self.cache_layers, strict=True)
         axes = [(axis - 1,) * n if n else axis for axis, n in layers]
-        first = jnp.repeat(lengths - 1, count)
+        start = lengths.prompt - 1
+        first = jnp.repeat(start, count)
 
         def step(tokens: jax.Array, position: jax.Array, cache: Layered) -> Any:
             at = (first + position)[:, None]
@@ -241,13 +276,26 @@ class Generation:
 
         targets, scores = beam_search(
             step, repeated(progress.cache, axes, count),
-            rows=rows, start=progress.tokens[jnp.arange(rows), lengths - 1], end=self.eos,
-            pad=self.pad, max_length=1 + self.max_new_tokens, cache_axes=axes,
+            rows=rows, start=progress.tokens[jnp.arange(rows), start], end=self.eos,
+            forced_eos=self.forced_eos, pad=self.pad, max_length=longest,
+            stop=(lengths.complete - start).max(), cache_axes=axes,
             **dataclasses.asdict(self.search),
         )  # fmt: skip
-        write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
-        tokens = write(progress.tokens, targets, lengths - 1)
+        columns = jnp.arange(longest) - start[:, None]
+        new = jnp.take_along_axis(targets, jnp.maximum(columns, 0), axis=1)
+        tokens = jnp.where(columns < 0, progress.tokens, new)
         return progress._replace(tokens=tokens, invalid=jnp.isnan(scores))
+
+
+class Program(JitOnceDecided):
+    """A program that knows the number of its operations, 0 before it is traced."""
+
+    operations = 0
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        traced = super().trace(*args)
+        self.operations = sum(1 for _ in equations(traced.jaxpr.jaxpr))
+        return traced
 
 
 class Programs:
@@ -276,13 +324,44 @@ class Programs:
                 return streaming(devices, left_out)
             return options(devices, left_out, overlap=True)
 
-        self.start = JitOnceDecided(generation.start, chosen, static_argnums=4)
-        self.advance = JitOnceDecided(generation.advance, chosen, donate_argnums=1)
-        self.finish = JitOnceDecided(generation.finish, chosen, donate_argnums=1)
-        self.search_beams = JitOnceDecided(generation.search_beams, chosen, donate_argnums=1)
+        self.start = Program(generation.start, chosen)
+        self.advance = Program(generation.advance, chosen, donate_argnums=1)
+        self.finish = Program(generation.finish, chosen, donate_argnums=1)
+        self.search_beams = Program(generation.search_beams, chosen, donate_argnums=1)
+
+    @property
+    def operations(self) -> int:
+        """The number of operations of the programs that have run."""
+        return sum(x.operations for x in (self.start, self.advance, self.finish, self.search_beams))
 
 
-@functools.lru_cache(maxsize=32)
-def programs(generation: Generation, devices: Mesh | None) -> Programs:
-    """Returns the programs of a generation, those of an earlier call if there was one."""
-    return Programs(generation, devices)
+class KeptPrograms:
+    """The programs of the last generations.
+
+    Those that have not run for the longest time go once all take more than `most` bytes of the
+    host. XLA states no bytes for CPUs, so that they are estimated by the operations.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: dict[tuple[Generation, Any], Programs] = {}
+
+    @property
+    def bytes(self) -> int:
+        """The estimated bytes of the programs."""
+        return OPERATION * sum(kept.operations for kept in self._kept.values())
+
+    def of(self, generation: Generation, devices: Any) -> Programs:
+        """Returns the programs of a generation, those of an earlier call if they are kept."""
+        key = generation, devices
+        while self._kept.keys() - {key} and self.bytes > self._most:
+            del self._kept[next(each for each in self._kept if each != key)]
+        found = self._kept.pop(key) if key in self._kept else Programs(generation, devices)
+        self._kept[key] = found
+        return found
+
+
+@functools.cache
+def kept_programs() -> KeptPrograms:
+    """Returns the programs of this process."""
+    return KeptPrograms(MOST)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import ArrayLike
 
+from zerojax.generation.decoders import Source
+
 Tokens = ArrayLike | Sequence[Sequence[int]]
 
 _INT32 = np.iinfo(np.int32)
@@ -78,6 +80,11 @@ class Prompts(NamedTuple):
     def mask(self) -> np.ndarray:
         """bool [B, T], False after the end of a prompt."""
         return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+    def source(self, room: int) -> Source:
+        """Returns the prompts as the sources of an encoder-decoder, padded to `room` tokens."""
+        padding = ((0, 0), (0, room - self.tokens.shape[1]))
+        return Source(np.pad(self.tokens, padding), np.pad(self.mask, padding))
 
     def check(self, vocabulary: int) -> None:
         """Rejects tokens that the model does not have.

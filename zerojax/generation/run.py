@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,14 +14,21 @@ from jax.typing import ArrayLike, DTypeLike
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.distributed.equality import require_same_values
 from zerojax.distributed.lockstep import lockstep
-from zerojax.generation import weights
-from zerojax.generation.beam_search import Search
-from zerojax.generation.checks import check_dtype, check_key, check_values, integer, integers
+from zerojax.generation import weights as at_rest
+from zerojax.generation.checks import check_dtype, check_key, check_values, integers
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source, decoder_of
-from zerojax.generation.program import Generation, Programs, Progress, programs
+from zerojax.generation.options import Options
+from zerojax.generation.program import (
+    Generation,
+    Lengths,
+    Programs,
+    Progress,
+    kept_programs,
+    rounded,
+)
 from zerojax.generation.prompts import Prompts, Tokens
-from zerojax.generation.sampling import Sampling
 from zerojax.generation.weights import Weights
+from zerojax.plan.table import size
 from zerojax.xla.types import PyTree
 
 SAME_PROMPTS = (
@@ -37,10 +45,10 @@ class Run(NamedTuple):
       generation: What the programs compute.
       programs: The compiled programs.
       arrays: The parameters.
-      tokens: int32 [B, S], the prompts with room for the new tokens.
-      lengths: int32 [B], of the prompts.
+      tokens: int32 [B, S], the prompts with room for the new tokens or more.
+      lengths: Those of the rows.
       source: The sources of an encoder-decoder.
-      common: The number of tokens that are read of each prompt, see :meth:`Generation.start`.
+      total: The tokens of the longest row.
       key: The key of the draws.
     """
 
@@ -48,9 +56,9 @@ class Run(NamedTuple):
     programs: Programs
     arrays: list[Any]
     tokens: Any
-    lengths: Any
+    lengths: Lengths
     source: Source | None
-    common: int
+    total: int
     key: jax.Array | None
 
     @classmethod
@@ -59,68 +67,72 @@ class Run(NamedTuple):
         model: object,
         params: PyTree,
         tokens: Tokens,
-        mask: ArrayLike | None,
-        max_new_tokens: int,
-        sampling: Sampling,
-        search: Search,
-        key: jax.Array | None,
-        eos: int | Sequence[int] | None,
-        pad: int | None,
-        how: Weights | None,
-        dtype: DTypeLike | None,
+        options: Options,
+        *,
+        mask: ArrayLike | None = None,
+        key: jax.Array | None = None,
+        weights: Weights | None = None,
+        dtype: DTypeLike | None = None,
     ) -> Run:
         check_values(params=params, tokens=tokens, mask=mask, key=key)
-        max_new_tokens = integer("max_new_tokens", max_new_tokens)
-        _check_options(max_new_tokens, sampling, search, key, how)
+        _check_options(options, key, weights)
         check_dtype(dtype)
         decoder, params = decoder_of(model, params)
         check_values(params=params)
-        given, source = Prompts.of(tokens, mask), None
-        prompts = given
+        given, source, eos, pad = Prompts.of(tokens, mask), None, options.eos, options.pad
+        limit, prompts = decoder.limit(), given
         if isinstance(decoder, EncoderDecoder):
-            eos = decoder.config.eos_token_id if eos is None else eos
+            eos = integers("eos", decoder.config.eos_token_id) if eos is None else eos
             pad = decoder.config.pad_token_id if pad is None else pad
-            source = Source(given.tokens, given.mask)
+            source = given.source(rounded(given.tokens.shape[1], limit))
             prompts = Prompts.of([[decoder.start]] * len(given.tokens), None)
         rows, longest = prompts.tokens.shape
-        total = longest + max_new_tokens
-        _check_room(longest, max_new_tokens, decoder.limit())
-        shapes = weights.shapes(params, dtype)
-        cache = Cache.of(decoder, shapes, rows, total, source)
+        total = longest + options.max_new_tokens
+        _check_room(longest, options.max_new_tokens, limit)
+        shapes, room = at_rest.shapes(params, dtype), rounded(total, limit)
+        cache = Cache.of(decoder, shapes, rows, room, source)
         given.check(cache.vocabulary)
-        ends, pad = _end_tokens(eos, pad, cache.vocabulary)
+        ends, pad = _end_tokens(eos or (), pad, options.forced_eos, cache.vocabulary)
+        mesh = at_rest.mesh_of(jax.tree.leaves(params))
+        _check_beams(options.search.num_beams, cache, mesh)
         stacks = cache.stacks(decoder, shapes)
-        kept = search.num_beams * cache.bytes
-        mesh = weights.mesh_of(jax.tree.leaves(params))
         if mesh is not None and (calls := lockstep(mesh)):
             calls.note("zerojax.generate")
-            options = (sampling, search, max_new_tokens, ends, pad, how, dtype)
-            values = {"options": np.array(repr(options)), "key": key, **given._asdict()}
+            how = (options, ends, pad, weights, dtype)
+            values = {"options": np.array(repr(how)), "key": key, **given._asdict()}
             require_same_values("zerojax.generate", values, SAME_PROMPTS)
-        placed = weights.place(jax.tree.leaves(params), how, dtype, kept, stacks.params)
-        generation = Generation(
-            decoder, cache, sampling, max_new_tokens, ends, pad, jax.tree.structure(params),
-            placed.cache_layers(stacks), placed.mesh, placed.shards, search,
+        placed = at_rest.place(
+            jax.tree.leaves(params), weights, dtype, options.search.num_beams * cache.bytes,
+            stacks.params,
         )  # fmt: skip
-        padded = np.full((rows, total), pad, np.int32)
-        padded[:, :longest] = np.where(prompts.mask, prompts.tokens, pad)
         lengths = prompts.lengths
-        common = longest if decoder.takes_positions else int(lengths.min())
-        arrays: tuple[Any, Any, Any] = (padded, lengths, source)
+        common = int(lengths.min())
+        if decoder.takes_positions:
+            common = min(rounded(longest, limit), room) if longest > 1 else 1
+        generation = Generation(
+            decoder, cache, options.sampling, common, ends, pad, options.forced_eos,
+            jax.tree.structure(params), placed.cache_layers(stacks), placed.mesh, placed.shards,
+            options.search,
+        )  # fmt: skip
+        padded = np.full((rows, room), pad, np.int32)
+        padded[:, :longest] = np.where(prompts.mask, prompts.tokens, pad)
+        arrays: tuple[Any, Any, Any] = (
+            padded, Lengths(lengths, lengths + np.int32(options.max_new_tokens)), source
+        )  # fmt: skip
         if isinstance(placed.mesh, Mesh):
             divides = rows % batch_devices(placed.mesh) == 0
             spec = PartitionSpec(batch_axes(placed.mesh) if divides else None)
             arrays = _on(placed.mesh, spec, arrays)
             key = _on(placed.mesh, PartitionSpec(), key)
-        compiled = programs(generation, placed.mesh)
-        run = cls(generation, compiled, placed.arrays, *arrays, common, key)
-        if search.num_beams > 1:
+        compiled = kept_programs().of(generation, placed.mesh)
+        run = cls(generation, compiled, placed.arrays, *arrays, total, key)
+        if options.search.num_beams > 1:
             run.check_lengths("num_beams")
         return run
 
     def start(self) -> Progress:
         progress: Progress = self.programs.start(
-            self.arrays, self.tokens, self.lengths, self.source, self.common
+            self.arrays, self.tokens, self.lengths, self.source
         )
         return progress
 
@@ -137,7 +149,7 @@ class Run(NamedTuple):
 
     def check_lengths(self, what: str) -> None:
         """Rejects prompts of different lengths for a model that takes one token at a time."""
-        lengths = np.asarray(readable(self.lengths))
+        lengths = np.asarray(readable(self.lengths.prompt))
         if self.generation.decoder.takes_positions or len({*lengths}) == 1:
             return
         raise ValueError(
@@ -145,6 +157,15 @@ class Run(NamedTuple):
             "shorter prompts come before longer prompts are read: pass prompts of one length, or "
             "call zerojax.generate without beams"
         )
+
+    def written(self, progress: Progress) -> jax.Array:
+        """Returns the rows, int32 [B, total]."""
+        tokens = readable(progress.tokens)
+        # On the host: JAX would compile a slice for each length.
+        host = np.asarray(tokens)[:, : self.total]
+        is_placed = isinstance(self.tokens, jax.Array) and self.tokens.is_fully_addressable
+        sharding = (self.tokens if is_placed else tokens).sharding
+        return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
     def check(self, progress: Progress) -> None:
         """Raises an error if the logits of a row contain NaN."""
@@ -165,25 +186,44 @@ class Run(NamedTuple):
             yield progress
 
 
-def _check_options(
-    max_new_tokens: int, sampling: Sampling, search: Search, key: object, how: Weights | None
-) -> None:
+def _check_options(options: Options, key: object, weights: Weights | None) -> None:
     """Rejects options that are out of range, or that exclude each other."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens = {max_new_tokens} must be 1 or more")
+    sampling, beams = options.sampling, options.search.num_beams
+    if options.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {options.max_new_tokens} must be 1 or more")
     if not sampling.is_greedy:
         if key is None:
             raise ValueError(
-                f"temperature = {sampling.temperature} draws tokens: pass key=jax.random.key(seed)"
+                f"temperature = {sampling.temperature} draws tokens: pass "
+                "key=jax.random.key(seed), or temperature=0 for the largest logit"
             )
         check_key(key)
-        if search.num_beams > 1:
+        if beams > 1:
             raise ValueError(
-                f"num_beams = {search.num_beams} beside temperature = {sampling.temperature}: a "
-                "beam search draws no tokens; leave one of the two out"
+                f"num_beams = {beams} beside temperature = {sampling.temperature}: a beam search "
+                "draws no tokens; pass num_beams=1 or temperature=0"
             )
-    if how not in (None, "gathered", "by_layer"):
-        raise ValueError(f'weights = {how!r} must be "gathered", "by_layer" or None')
+    if weights not in (None, "gathered", "by_layer"):
+        raise ValueError(f'weights = {weights!r} must be "gathered", "by_layer" or None')
+
+
+def _check_beams(num_beams: int, cache: Cache, mesh: Any) -> None:
+    """Rejects more beams than the vocabulary or a device's memory has room for.
+
+    Raises:
+      ValueError: There are more.
+    """
+    kept = num_beams * cache.bytes // (mesh.size if mesh else 1)
+    free = at_rest.free_bytes(mesh if isinstance(mesh, Mesh) else None)
+    if free is None:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_beams > cache.vocabulary:
+        limit = f"the model has {cache.vocabulary} tokens to begin one with"
+    elif num_beams > 1 and kept > free:
+        limit = f"their keys and values take {size(kept)} of a device's {size(free)}"
+    else:
+        return
+    raise ValueError(f"num_beams = {num_beams}: {limit}; pass fewer")
 
 
 def _check_room(longest: int, max_new_tokens: int, limit: int | None) -> None:
@@ -197,18 +237,21 @@ def _check_room(longest: int, max_new_tokens: int, limit: int | None) -> None:
 
 
 def _end_tokens(
-    eos: int | Sequence[int] | None, pad: int | None, vocabulary: int
+    ends: tuple[int, ...], pad: int | None, forced: tuple[int, ...], vocabulary: int
 ) -> tuple[tuple[int, ...], int]:
     """Returns the tokens that end a row, and the one after the end.
 
     Raises:
       ValueError: A token is not in the vocabulary.
     """
-    ends = integers("eos", eos)
-    pad = integer("pad", next(iter(ends), 0) if pad is None else pad)
-    for name, token in (*(("eos", end) for end in ends), ("pad", pad)):
+    pad = next(iter(ends), 0) if pad is None else pad
+    named = (("eos", ends), ("pad", (pad,)), ("forced_eos", forced))
+    for name, token in ((name, token) for name, tokens in named for token in tokens):
         if not 0 <= token < vocabulary:
-            raise ValueError(f"{name} = {token} is not among the model's {vocabulary} tokens")
+            raise ValueError(
+                f"{name} = {token} is not among the model's {vocabulary} tokens: pass {name}= one "
+                "of them"
+            )
     return ends, pad
 
 
@@ -224,6 +267,6 @@ def readable(x: jax.Array) -> jax.Array:
     """Returns an array that every process can read: replicated if processes share it."""
     if getattr(x, "is_fully_addressable", True):
         return x
-    mesh = weights.mesh_of([x])
+    mesh = at_rest.mesh_of([x])
     assert mesh is not None
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))

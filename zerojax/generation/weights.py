@@ -97,7 +97,7 @@ def place(
     gathered_bytes = sum(_gathered_bytes(x) for x in arrays)
     is_at_rest = any(_is_shard(x) for x in arrays)
     if weights is None:
-        free = _free(devices or (mesh if isinstance(mesh, Mesh) else None))
+        free = free_bytes(devices or (mesh if isinstance(mesh, Mesh) else None))
         fits = free is None or gathered_bytes + cache_bytes <= ROOM * free
         weights = "gathered" if fits or not is_at_rest else "by_layer"
     if is_at_rest:
@@ -193,7 +193,7 @@ def device_bytes(x: Any, spec: layout.Spec | None) -> int:
     return math.prod(shape) * (4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize) // 8
 
 
-def _free(devices: Mesh | None) -> int | None:
+def free_bytes(devices: Mesh | None) -> int | None:
     """Returns the free bytes of a device; None if unknown, as for CPUs."""
     if devices is None or devices.devices.flat[0].platform == "cpu":
         return None

@@ -55,6 +55,11 @@ class BertConfig(EncoderConfig):
             self.check_rates("classifier_dropout")
 
     @property
+    def block_size(self) -> int:
+        """The number of tokens of the longest row."""
+        return self.max_position_embeddings - self.counts_tokens * (self.pad_token_id + 1)
+
+    @property
     def counts_tokens(self) -> bool:
         """True for a RoBERTa, where padding has no position of its own."""
         return self.model_type == "roberta"
@@ -99,7 +104,7 @@ class Embeddings(nn.Module):
         if not c.counts_tokens:
             return jnp.arange(input_ids.shape[1])
         first, tokens = c.pad_token_id + 1, input_ids.shape[1]
-        if tokens + first > c.max_position_embeddings:
+        if tokens > c.block_size:
             raise ValueError(
                 f"{tokens} tokens in a row, but max_position_embeddings = "
                 f"{c.max_position_embeddings} of a RoBERTa begin at {first}: cut the rows, or "

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from zerojax.config.errors import ConfigError
 from zerojax.models.bart import shifted
+from zerojax.models.hugging_face.config_file import carried
 from zerojax.models.loss import cross_entropy, widen
 from zerojax.xla.types import PyTree
 
@@ -148,12 +149,37 @@ def classification_loss(
 ) -> dict[str, PyTree]:
     """Returns the mean cross-entropy of ``labels`` [...], in nats; labels of -100 do not count.
 
-    The model returns logits [..., C] from the fields that its ``__call__`` names.
+    The model returns logits [..., C] from the fields that its ``__call__`` names. Floating labels
+    [..., C] are the probabilities of C independent labels (``multi_label_classification`` of
+    transformers): the loss is then the mean of their binary cross-entropies.
+
+    Raises:
+      ValueError: Labels [..., C] are integers or smoothed, or the model's is a regression.
     """
     logits = call(model, batch, without=("labels",))
     if "labels" not in batch:
         return {"logits": logits}
-    return {"loss": label_losses(logits, batch["labels"], label_smoothing), "logits": logits}
+    labels = batch["labels"]
+    if labels.shape != logits.shape:
+        return {"loss": label_losses(logits, labels, label_smoothing), "logits": logits}
+    if not jnp.issubdtype(labels.dtype, jnp.floating) or label_smoothing:
+        raise ValueError(
+            f"labels are {labels.dtype}{[*labels.shape]}, as the logits: several labels a row are "
+            "floats, as for transformers (convert them by astype('float32')), and "
+            "label_smoothing_factor is for one label a row"
+        )
+    about = carried(getattr(model, "config", None))
+    if logits.shape[-1] == 1 or about.get("problem_type") == "regression":
+        raise ValueError(REGRESSION)
+    wide, labels = widen(logits), widen(labels)
+    losses = -labels * jax.nn.log_sigmoid(wide) - (1 - labels) * jax.nn.log_sigmoid(-wide)
+    return {"loss": (losses, jnp.ones_like(losses)), "logits": logits}
+
+
+REGRESSION = (
+    "num_labels = 1, or problem_type = 'regression', is a regression: pass a loss of yours to the "
+    "Trainer, or num_labels=2 to from_folder"
+)
 
 
 def row_classification_loss(
@@ -167,10 +193,7 @@ def row_classification_loss(
     fields = {**batch, "tokens": batch["input_ids"]}
     result = classification_loss(model, fields, label_smoothing=label_smoothing)
     if result["logits"].shape[-1] == 1:
-        raise ValueError(
-            "num_labels = 1 is a regression: pass a loss of yours to the Trainer, or num_labels=2 "
-            "to from_folder"
-        )
+        raise ValueError(REGRESSION)
     return result
 
 

@@ -179,6 +179,7 @@ class Reader:
     ) -> None:
         self.dataset, self._collator = dataset, collator or stacked
         self._mesh, self._numbers_only, self._check = mesh, numbers_only, check
+        self._pads_all: bool | None = None  # known once a batch is read
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Returns this process's rows of a batch as arrays."""
@@ -190,7 +191,7 @@ class Reader:
                 k: jax.make_array_from_callback(x.shape, replicated, x.__getitem__)
                 for k, x in rows.items()
             }
-        return self._checked(indices[process_rows(len(indices), self._mesh)])
+        return self.own(np.asarray(indices), process_rows(len(indices), self._mesh))
 
     def at(self, epochs: Epochs, step: int) -> Update:
         """Returns this process's rows of an update of the run."""
@@ -199,21 +200,37 @@ class Reader:
     def update(self, indices: np.ndarray, size: int) -> Update:
         """Returns this process's rows of an update; copies that pad to ``size`` do not count."""
         local_rows = process_rows(size, self._mesh)
-        batch = self._checked(np.resize(indices, size)[local_rows])
+        batch = self.own(np.resize(indices, size), local_rows)
         counts = np.arange(size) < len(indices)
         return Update(batch, None if counts.all() else counts[local_rows], len(indices))
+
+    def own(self, indices: np.ndarray, rows: slice) -> dict[str, np.ndarray]:
+        """Returns some rows of a batch, such as this process's, as arrays.
+
+        A collator pads the rows of all processes to one length: it gets the whole batch, if the
+        rows of the first one have different shapes. Otherwise only the rows wanted are read.
+        """
+        is_part = rows.indices(len(indices)) != (0, len(indices), 1)
+        if self._pads_all is None and is_part:
+            self._pads_all = self._collator is not stacked and not _equal(self._rows(indices)[0])
+        if is_part and self._pads_all:
+            return self._checked(indices, rows)
+        return self._checked(indices[rows])
 
     def sample(self) -> Batch:
         """Returns a batch of the first row, the same in every process."""
         return self._read([0])[0]
 
-    def _checked(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+    def _checked(
+        self, indices: Sequence[int] | np.ndarray, rows: slice = slice(None)
+    ) -> dict[str, np.ndarray]:
         batch, left_out = self._read(indices)
+        batch = {name: x[rows] for name, x in batch.items()}
         self._check(batch, left_out)
         return batch
 
-    def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Returns a batch, and the names of the non-numeric columns."""
+    def _rows(self, indices: Sequence[int] | np.ndarray) -> tuple[list[Any], list[str]]:
+        """Returns rows, and the names of the non-numeric columns."""
         row_numbers, left_out = [int(i) for i in indices], list[str]()
         getitems = getattr(self.dataset, "__getitems__", None)  # one read of many rows
         rows = list(getitems(row_numbers)) if getitems else [self.dataset[i] for i in row_numbers]
@@ -221,6 +238,11 @@ class Reader:
             if isinstance(rows[0], Mapping):
                 left_out = [name for name, value in rows[0].items() if _text(value)]
             rows = [_numbers(row) for row in rows]
+        return rows, left_out
+
+    def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Returns a batch, and the names of the non-numeric columns."""
+        rows, left_out = self._rows(indices)
         batch = self._collator(rows)
         if not isinstance(batch, Mapping):
             raise TypeError(
@@ -228,10 +250,10 @@ class Reader:
             )
         arrays = {name: np.asarray(x) for name, x in batch.items()}
         for name, x in arrays.items():
-            if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(row_numbers):
+            if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(indices):
                 raise TypeError(
                     f"the batch's {name} is {x.dtype}{list(x.shape)}, and numbers with "
-                    f"{len(row_numbers)} rows are needed: take the column out, or pad and convert "
+                    f"{len(indices)} rows are needed: take the column out, or pad and convert "
                     "it in data_collator"
                 )
         return arrays, left_out
@@ -248,6 +270,15 @@ def _numbers(row: object) -> object:
     if not isinstance(row, Mapping):
         return row
     return {k: v for k, v in row.items() if v is not None and not _text(v)}
+
+
+def _equal(rows: list[Any]) -> bool:
+    """Returns whether rows are dicts of numbers with equal shapes."""
+    try:
+        shapes = [{name: np.shape(x) for name, x in row.items()} for row in rows]
+    except (AttributeError, ValueError):  # no dicts; lists of lists of unequal lengths
+        return False
+    return all(x == shapes[0] for x in shapes) and not any(map(_text, rows[0].values()))
 
 
 def _text(value: object) -> bool:

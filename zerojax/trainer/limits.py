@@ -75,13 +75,13 @@ class Limits:
             return
         labels = batch.get("labels")
         if labels is not None:
-            if labels.dtype.kind not in "iub":
+            logits = next(iter(forward.predictions.values())).shape
+            if labels.dtype.kind not in "iub" and labels.shape[1:] != logits[1:]:
                 raise TypeError(
                     f"labels are {labels.dtype}, and {self._loss.__name__} needs integers: "
                     "convert them, or pass Trainer(loss=...) for another loss"
                 )
-            classes = next(iter(forward.predictions.values())).shape[-1]
-            self._within(batch, "labels", classes, f"the last axis of {self._name}'s logits")
+            self._within(batch, "labels", logits[-1], f"the last axis of {self._name}'s logits")
         if "attention_mask" in batch and not self._masks:
             self._unmasked(batch["attention_mask"])
 

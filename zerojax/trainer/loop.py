@@ -25,6 +25,7 @@ from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.arranged import in_stages
 from zerojax.devices.mesh import batch_devices, micro_batch_devices
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.generation.decoders import longest_row
 from zerojax.models.losses import model_loss, smoothed
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
@@ -153,7 +154,7 @@ class Trainer(ScriptMethods):
         objects = {"model": model, "processing_class": self.processing_class}
         self.callbacks = Callbacks(callbacks, args, **objects)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._collator = data_collator or padded_by(self.processing_class)
+        self._collator = data_collator or padded_by(self.processing_class, longest_row(model))
         final_loss = smoothed(loss, args.label_smoothing_factor)
         self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
         devices = in_stages(all_devices(), stages_in(args)) if mesh is None else mesh

@@ -84,7 +84,8 @@ def config_from_hf(values: Json) -> BartConfig:
         values, {key: (getattr(defaults, key),) for key in flags}, "zerojax.models.bart"
     )
     fields = config_file.from_keys(config_file.same_keys(BartConfig, kind), values)
-    return BartConfig(**fields, hugging_face=config_file.kept(values))
+    # transformers' default, where the file does not say otherwise.
+    return BartConfig(**fields, hugging_face=config_file.kept({"forced_eos_token_id": 2, **values}))
 
 
 def config_to_hf(config: BartConfig) -> Json:

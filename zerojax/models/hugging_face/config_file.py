@@ -87,9 +87,9 @@ def kept(values: Json, without: Collection[str] = ()) -> str:
     return json.dumps({CONFIG_FILE: remaining})
 
 
-def carried(config: ModelConfig, file: str = CONFIG_FILE) -> Json:
+def carried(config: object, file: str = CONFIG_FILE) -> Json:
     """Returns the keys of the file from which a config was read; empty if it was not read."""
-    found: Json = json.loads(config.hugging_face or "{}").get(file, {})
+    found: Json = json.loads(getattr(config, "hugging_face", "") or "{}").get(file, {})
     return found
 
 

@@ -1,5 +1,6 @@
 """Any pytree is saved, and restored at any stage, bit for bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def test_numbers_that_another_dtype_does_not_hold(
             CheckpointError, match=f"x {saved} holds numbers beyond those of {wanted}"
         ):
             checkpointer.restore(shapes)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [(jax.random.key, jax.random.PRNGKey), (jax.random.PRNGKey, jax.random.key)],
+)
+def test_keys_and_their_data_are_not_taken_for_each_other(
+    saved: Callable[[int], jax.Array], wanted: Callable[[int], jax.Array], tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path, zero_for(1)) as checkpointer:
+        checkpointer.save(1, {"key": saved(3)})
+        says = r"key: (key<fry>|uint32) was saved, (key<fry>|uint32) is wanted: .* of the same kind"
+        with pytest.raises(CheckpointError, match=says):
+            checkpointer.restore(jax.eval_shape(lambda: {"key": wanted(3)}))
 
 
 @pytest.mark.parametrize(("saved", "wanted"), [("bf16", "fp16"), ("fp16", "bf16")])

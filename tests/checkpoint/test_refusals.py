@@ -73,13 +73,16 @@ def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
             checkpointer.save(15, state)
         with pytest.raises(CheckpointError, match=r"has no step 11; it has 10, 20"):
             checkpointer.delete(11)
-        for step in (-1, 3.0, True, None, "30"):
+        for step in (-1, 3.0, True, None, "30", 10**400):
             with pytest.raises(CheckpointError, match="an integer number of updates, 0 or more"):
                 checkpointer.save(step, state)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match="is abstract, ShapeDtypeStruct"):
             checkpointer.save(30, zero.abstract_state(create(a=(8, 4)), KEY))
-        with pytest.raises(CheckpointError, match=r"metrics=.*names and numbers"):
-            checkpointer.save(30, state, metrics={"loss": "low"})
+        for number in ("low", 10**400, 10**5000):
+            with pytest.raises(CheckpointError, match=r"metrics\['loss'\]: give a number"):
+                checkpointer.save(30, state, metrics={"loss": number})
+        with pytest.raises(CheckpointError, match=r"extra\['n'\]: an integer of 16,610 bits"):
+            checkpointer.save(30, state, extra={"n": 10**5000})
         assert checkpointer.all_steps() == [10, 20]
     with pytest.raises(CheckpointError, match=r"this Checkpointer of .* was closed"):
         checkpointer.save(30, state)

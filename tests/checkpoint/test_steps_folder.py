@@ -1,5 +1,6 @@
 """Folders of steps, and a bucket, where what holds on a disk holds too."""
 
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -83,6 +84,14 @@ def test_what_a_killed_run_left_in_a_bucket_is_no_step(
 @bucket.require
 def test_two_processes_share_a_bucket(url: str, in_two_processes: Callable[..., Any]) -> None:
     assert in_two_processes(apart.save_in_bucket, url) == [[2], [2]]
+
+
+@bucket.require
+def test_a_bucket_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(CheckpointError, match=r"gs://b/run does not answer within 0.5 s"):
+            steps_folder.require_answer(steps_folder.path_of("gs://b/run"), 0.5)
 
 
 def test_a_bucket_without_gcsfs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,11 @@ def test_xlas_own_errors() -> None:
         "model 'a:b' cannot be planned: XLA does not compile it. Another version of jax may, or "
         "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.\nINTERNAL: no tile"
     )
+    overflow = "overflow in static extent product: dimensions=[8, 1000000000]"
+    assert explain_error(RuntimeError(f"Bad StatusOr access: {overflow}"), "model") == (
+        "model: an array of dimensions=[8, 1000000000] is larger than XLA allows: give fewer "
+        "tokens or rows"
+    )
 
 
 @pytest.mark.parametrize(

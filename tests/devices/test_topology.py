@@ -88,6 +88,7 @@ class TestMesh:
         ({"name": "mi300x"}, "only in a jax with the ROCm plugin"),
         ({"name": "gb200", "devices": 100}, "not a multiple of NVLink domains of 72 GPUs"),
         ({"name": "h100", "devices": 0}, "positive int, got 0"),
+        ({"name": "h100", "devices": 10**5000}, "devices must be at most 131,072"),
         ({"name": "h100", "devices": 12}, "take 8 or 16, or at most 8"),
         ({"name": "v5e", "devices": 2}, "take 4"),
         ({"name": "h100", "axes": {"data": 2, "model": 3}}, "data=2 x model=3 multiply out to 6"),

@@ -1,5 +1,6 @@
 """DeepSpeed's hostfile and filters."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -37,6 +38,9 @@ def test_errors_name_file_and_line(tmp_path: Path, text: str, says: str) -> None
 def test_a_hostfile_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_hostfile(tmp_path / "hosts")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UsageError, match="no line names a host"):
+        read_hostfile(tmp_path / "fifo")
 
 
 @pytest.mark.parametrize(

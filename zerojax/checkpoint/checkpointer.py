@@ -403,6 +403,8 @@ def _step_number(step: SupportsIndex) -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
+    if number.bit_length() > 63:
+        raise CheckpointError("step: expected an integer number of updates, 0 or more, below 2**63")
     if number < 0 or isinstance(step, bool):
         given = repr(step) if isinstance(step, float | int | str) else f"a {type(step).__name__}"
         raise CheckpointError(

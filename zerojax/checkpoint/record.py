@@ -47,6 +47,8 @@ _KEY = "$key"
 
 _MAX_DEPTH = 100
 """Maximum nesting depth of an ``extra``; JSON readers stop at 1,000 levels."""
+_MAX_BITS = 10_000
+"""Maximum bits of an integer in an ``extra``; Python reads 4,300 digits."""
 
 
 class _Strict(pydantic.BaseModel):
@@ -240,6 +242,11 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
       {'key': Array((), dtype=key<fry>) overlaying:
       [0 7], 'row': 3}
     """
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise CheckpointError(
+            f"{path}: an integer of {value.bit_length():,} bits: JSON readers stop at about "
+            f"{_MAX_BITS:,}: write hex(x)"
+        )
     if isinstance(value, bool | int | float | str | None):
         return value
     if level > _MAX_DEPTH:

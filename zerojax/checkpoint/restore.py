@@ -126,8 +126,9 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
     arrays = _read(saved, structs)
     for path, leaf in in_memory.items():
+        _check_kind(path, arrays[leaf.path], wanted.leaves[path])
         x, dtype = unwrap_stored(arrays[leaf.path]), wanted.leaves[path].dtype
-        if x.dtype != dtype and not is_key(x):
+        if x.dtype != dtype:
             is_pinned = x.sharding.memory_kind == PINNED
             for shard in x.addressable_shards:
                 block = np.asarray(shard.data) if is_pinned else shard.data
@@ -362,6 +363,15 @@ def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
     return total % 2**32
 
 
+def _check_kind(path: Path, x: jax.Array | StoredArray, struct: jax.ShapeDtypeStruct) -> None:
+    """Raises CheckpointError for PRNG keys of another kind, or where only one of both is keys."""
+    if x.dtype != struct.dtype and (is_key(x) or is_key(struct)):
+        raise CheckpointError(
+            f"{'.'.join(path)}: {x.dtype} was saved, {struct.dtype} is wanted: make the state with "
+            "keys of the same kind"
+        )
+
+
 def _check_fits(
     saved: SavedStep, leaf: SavedArray, block: np.ndarray | jax.Array, dtype: np.dtype
 ) -> None:
@@ -384,15 +394,8 @@ def _check_fits(
 
 
 def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array | StoredArray:
-    struct = wanted.leaves[path]
-    if x.shape != struct.shape or (x.dtype != struct.dtype and is_key(struct)):
-        raise CheckpointError(
-            f"{'.'.join(path)}: {x.dtype}{list(x.shape)} was saved, {struct.dtype}"
-            f"{list(struct.shape)} is wanted: make the state with keys of the same kind."
-        )
-    return (
-        x if x.dtype == struct.dtype else user_leaf(_cast(unwrap_stored(x), struct.dtype), x.shape)
-    )
+    dtype = wanted.leaves[path].dtype
+    return x if x.dtype == dtype else user_leaf(_cast(unwrap_stored(x), dtype), x.shape)
 
 
 def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -64,10 +64,9 @@ class Retention:
             )
         if metrics is None:
             return None
-        try:
-            return {name: float(value) for name, value in metrics.items()}
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"metrics={metrics!r}: names and numbers: {error}") from None
+        if not isinstance(metrics, Mapping):
+            raise CheckpointError(f"metrics={metrics!r}: give numbers by name")
+        return {name: _number(name, value) for name, value in metrics.items()}
 
     def score(self, metrics: Mapping[str, float]) -> float:
         """Returns a step's ``metric``; the worst value if it is missing or NaN."""
@@ -95,6 +94,15 @@ class Retention:
             best = sorted(scores, key=lambda step: (sign * scores[step], step))[: self.keep_best]
             kept |= {*best, *(metrics.keys() - scores.keys())}
         return [step for step in steps if step not in kept]
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"metrics[{name!r}]: give a number, of a float's range: {error}"
+        ) from None
 
 
 def _metrics(folder: epath.Path) -> Mapping[str, float] | None:

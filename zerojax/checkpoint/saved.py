@@ -304,6 +304,8 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
       CheckpointError: the path does not exist, holds no checkpoint, or lacks the step.
     """
     root = steps_folder.path_of(checkpoint)
+    if steps_folder.in_bucket(root):
+        steps_folder.require_answer(root)
     try:
         return _at(root, step)
     except OSError as error:

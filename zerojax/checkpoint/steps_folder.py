@@ -85,7 +85,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
         return path_of(os.path.abspath(os.path.expanduser(path)))
     scheme, rest = url[1].lower(), path[url.end() :]
     if scheme == "gs":
-        return _google(path_of(f"gs://{rest}"))
+        return require_answer(path_of(f"gs://{rest}"))
     raise CheckpointError(
         f"directory: {path} is a URL ({scheme}://); orbax writes only to folders and to gs://. "
         f"Give a local folder, /{rest} for file://, or a mounted folder of the store. (A folder of "
@@ -93,9 +93,14 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     )
 
 
-def _google(path: epath.Path) -> epath.Path:
+def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
+    """Returns a path in a bucket, which answers within ``seconds``.
+
+    Raises:
+      CheckpointError: gcsfs is missing, or the bucket does not answer.
+    """
     try:
-        import fsspec
+        import fsspec.asyn
         import gcsfs  # noqa: F401
     except ImportError:
         raise CheckpointError(
@@ -104,6 +109,16 @@ def _google(path: epath.Path) -> epath.Path:
         ) from None
     # Tensorstore and other processes write to the bucket too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
+    system = fsspec.filesystem("gs", finalize_on_close=True)  # that of etils
+    try:
+        fsspec.asyn.sync(system.loop, system._exists, os.fspath(path), timeout=seconds)
+    except fsspec.FSTimeoutError:
+        raise CheckpointError(
+            f"directory: {path} does not answer within {seconds:g} s: look at the network, and at "
+            "the credentials (`gcloud storage ls` lists the bucket where both are right)"
+        ) from None
+    except OSError:
+        pass  # what it refuses is reported where it is asked for
     return path
 
 

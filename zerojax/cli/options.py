@@ -45,7 +45,7 @@ MeshAxes = Annotated[
         "(tensor parallelism), seq shares a row's tokens, replica adds groups; else all are data.",
     ),
 ]
-Seq = Annotated[int, typer.Option(min=1, help="Tokens in a row.")]
+Seq = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Tokens in a row.")]
 Auto = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),

@@ -13,6 +13,7 @@ from zerojax.config import ConfigError
 from zerojax.models.registry import ModelError
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "zerojax")
+_TOO_LARGE = "overflow in static extent product: "
 _TRITON = "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
 
 
@@ -39,6 +40,9 @@ def explain_error(error: Exception, doing: str = "") -> str | None:
         cause = str(error).partition("\n\nSuspected Python Code Location")[0]
         remedy = f"Another version of jax may, or {_TRITON}."
         return f"{doing}: XLA does not compile it. {remedy}\n{cause.rstrip()}"
+    if isinstance(error, RuntimeError) and _TOO_LARGE in str(error):
+        shape = str(error).partition(_TOO_LARGE)[2].rstrip(".")
+        return f"{doing}: an array of {shape} is larger than XLA allows: give fewer tokens or rows"
     if (frame := last_frame(error)) is not None:
         return f"{doing}:\n{type(error).__name__}: {error}\n{_place(frame)}"
     if not isinstance(error, ValueError | TypeError | ImportError):

@@ -30,6 +30,9 @@ from zerojax.devices.mesh import axis_sizes
 GPUS_PER_HOST = 8
 TPUS_PER_HOST = 4
 
+MOST = 2**17
+"""The most devices of a mesh; JAX takes half a minute to make one of so many."""
+
 # The device description of XLA's GPU compiler (GpuTargetConfigProto), in protobuf's text format.
 _GPU_TARGET = Template("""
 gpu_device_info {
@@ -89,6 +92,8 @@ def topology(
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices must be a positive int, got {devices!r}")
+    if devices > MOST:
+        raise ValueError(f"devices must be at most {MOST:,}: plan for fewer")
     kind, figures = lookup(name)
     family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
     per_node = gpus_per_node(figures) if family == "gpu" else TPUS_PER_HOST

@@ -72,6 +72,7 @@ _LAUNCHERS = (
     _Launcher("Kubernetes", "JOB_COMPLETION_INDEX", "ZEROJAX_NUM_PROCESSES"),
 )
 _STEP = "SLURM_STEP_NODELIST"
+_HOST = re.compile(r"[\w.-]+|\[?[0-9a-fA-F.]*:[0-9a-fA-F.:]*(%[\w.-]+)?\]?")  # a name, or IPv6
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
@@ -211,7 +212,7 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
 
 def _address(name: str, text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not 0 < (_parse_int(port) or 0) < 65536:
+    if not _HOST.fullmatch(host) or not 0 < (_parse_int(port) or 0) < 65536:
         raise LaunchError(f"{name}={text[:80]!r} is not host:port, as n1:29500: correct {name}")
     return text
 

@@ -14,7 +14,7 @@ from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates, kind_of, rates, rates_of
 from zerojax.devices.topology import topology
 
-_FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d+))?")
+_FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d{1,9}))?")
 
 
 HERE = "here"

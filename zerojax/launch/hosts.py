@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -36,7 +37,11 @@ def read_hostfile(path: Path) -> list[Host]:
       UsageError: The file cannot be read, or a line is wrong; names the file and the line.
     """
     try:
-        lines = path.read_text().splitlines()
+        # Without O_NONBLOCK a FIFO that nobody writes to would be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(handle, True)
+        with open(handle) as file:
+            lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"--hostfile {path} cannot be read: {in_a_line(error)}; give a file with lines "

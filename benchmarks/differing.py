@@ -195,21 +195,20 @@ def train(difference: Difference, process: int, zero: zerojax.Zero) -> Iterator[
         if now and kind == "sys.exit(0)":
             sys.exit(0)
         more = {"rate": 1.0, "noise": np.zeros(1, np.float32), "mode": "mean"}
-        args: tuple[Any, ...] = ()
+        args: tuple[Any, ...] = (batch,)
         if now:
             more |= FURTHER.get(kind, dict)()
             if kind == "order of keywords":
                 more = dict(reversed(more.items()))
             if kind == "by position":
-                args = (more.pop("rate"),)
-        calls = [lambda s: step_of(s, batch, *args, **more), lambda s: second(s, batch)]
-        if kind != "order of two steps":
-            del calls[1]
-        losses = []
-        for call in calls[:: -1 if now else 1]:
-            state, loss = call(state)
-            losses.append(loss)
-        yield step, losses[0]
+                args = (batch, more.pop("rate"))
+        has_two = kind == "order of two steps"
+        if has_two and now:
+            state, _ = second(state, batch)
+        state, loss = step_of(state, *args, **more)
+        if has_two and not now:
+            state, _ = second(state, batch)
+        yield step, loss
     if kind == "a step fewer" and differs:
         print(f"differs at {time.time()}", flush=True)
 

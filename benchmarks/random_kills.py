@@ -37,13 +37,13 @@ RECORD = (
 )
 MOST = 10.0
 """Seconds from a kill to the end of an attempt."""
-INIT_SECONDS = 8.0
+INIT_SECONDS = 3.0
 """From the start of a process to its first step, about."""
 
 
 def steps_for(count: int) -> int:
     """A number of steps that a run does not reach before it was killed so many times."""
-    return 5 * count + 10
+    return 15 * count + 10
 
 
 def random_kills(

@@ -100,13 +100,24 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         """True if no other process runs the step."""
         return not self._lockstep and jax.process_count() == 1
 
-    def _agree(self, call: Call) -> None:
-        """Compares the call, and its form, with those of the other processes."""
+    def _agree(self, call: Call, state: str = "...") -> None:
+        """Compares the call, and its form, with those of the other processes.
+
+        Args:
+          call: The call.
+          state: The origin of the state, in words that are equal in all processes.
+        """
         if self._is_alone:
             return
         if self._lockstep:
-            numbers = [repr(x) for x in _shared_values(call).values() if isinstance(x, _NUMBERS)]
-            self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
+            name, values = self._arguments.name, _shared_values(call)
+            numbers = [repr(x) for x in values.values() if isinstance(x, _NUMBERS)]
+            arrays = {
+                f"{name}: {where}": x.copy() if isinstance(x, np.ndarray) else x
+                for where, x in values.items()
+                if isinstance(x, np.ndarray | jax.Array) and x.size <= _COMPARED
+            }
+            self._lockstep.note(f"{name}({', '.join([state, *numbers])})", arrays)
         if jax.process_count() > 1:
             self._forms.agree(_form(call))
 
@@ -116,6 +127,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         """Refuses a program that differs between processes, before its first run."""
         if self._lockstep and program not in self._compared:
             self._compared.add(program)
+            self._lockstep.note(f"the first run of a program of {self._arguments.name}")
             require_same(self._states.config, self._states.mesh)
             require_same_values(self._arguments.name, _shared_values(call))
             require_same_program(self._arguments.name, (each.lowered for each in lowered()))
@@ -162,6 +174,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         return bound
 
 
+_COMPARED = 1024  # elements of an array whose values are compared at each call
 _NUMBERS = (bool, int, float, complex, str, np.generic)
 
 

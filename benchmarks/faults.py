@@ -33,6 +33,7 @@ from benchmarks.supervised import (
     checksum,
     load,
     losses,
+    undisturbed,
     way_on,
 )
 
@@ -287,15 +288,6 @@ def alive(training: Training, fault: Fault) -> list[int]:
 def has_namespaces() -> bool:
     """Returns whether this machine can set up two hosts, and reach them."""
     return os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare", "mpirun")))
-
-
-def undisturbed(folder: Path, count: int, steps: int) -> str:
-    """Trains without a fault, from the newest save in the folder to the end; returns the output."""
-    options = ("--nproc-per-node", str(count))
-    with Training(folder, "end", *options, count=count, steps=steps, pause=0.0) as run:
-        if status := run.launcher.wait(300):
-            raise RuntimeError(f"status {status}:\n{run.output.text()}")
-        return run.output.text()
 
 
 def matrix(faults: Sequence[Fault], folder: Path) -> Results:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 
-def training(folder: Path, steps: int, pause: float, every: int = 20) -> list[str]:
+def training(folder: Path, steps: int, pause: float, every: int = 20, form: str = "") -> list[str]:
     """The command that a launch runs; it saves in ``folder``, every ``every`` steps, and sleeps for
-    ``pause`` seconds after each step."""
+    ``pause`` seconds after each step. The state has a form of the program's ``FORMS``."""
     program = ["-m", "benchmarks.launch_training", str(folder), "--steps", str(steps)]
+    program += ["--form", form] if form else []
     return [*program, "--pause", str(pause), "--every", str(every)]
 
 
@@ -95,6 +96,7 @@ class Training:
       count: The number of processes.
       steps: The steps after which the training ends, those of earlier launches included.
       pause: Seconds of sleep after each step.
+      form: The form of the state; "" for a ``TrainState``.
       on: Words before the command, such as those that run it in a network namespace.
       environ: Environment variables besides those of this process.
     """
@@ -109,11 +111,12 @@ class Training:
         count: int,
         steps: int,
         pause: float,
+        form: str = "",
         on: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.count, self.checkpoints = count, folder / "checkpoints"
-        program = training(self.checkpoints, steps, pause, self.EVERY)
+        program = training(self.checkpoints, steps, pause, self.EVERY, form)
         self.output = Output(folder / f"{name}.out", lambda: self.launcher.poll() is not None)
         with self.output.path.open("wb") as out:
             self.launcher = subprocess.Popen(
@@ -190,8 +193,17 @@ class Training:
         return words if said else ""
 
 
+def undisturbed(folder: Path, count: int, steps: int, form: str = "") -> str:
+    """Trains without a fault, from the newest save in the folder to the end; returns the output."""
+    options = ("--nproc-per-node", str(count))
+    with Training(folder, "end", *options, count=count, steps=steps, pause=0.0, form=form) as run:
+        if status := run.launcher.wait(300):
+            raise RuntimeError(f"status {status}:\n{run.output.text()}")
+        return run.output.text()
+
+
 def checksum(text: str) -> str:
-    """Returns the checksum of the final parameters; "" if processes differ or did not end."""
+    """Returns the checksum of the final state; "" if processes differ or did not end."""
     ends = set(re.findall(r"end: (\w+)", text))
     return ends.pop() if len(ends) == 1 else ""
 

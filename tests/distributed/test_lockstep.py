@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import zerojax
 zerojax.init_distributed()
-import jax, numpy as np, optax
+import jax, numpy as np, optax, time
 from flax.training.train_state import TrainState
 from zerojax.checkpoint import Checkpointer
 
@@ -28,7 +28,7 @@ def loss(params, batch):
 zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
 
 @zero
-def train_step(state, batch, rate=1.0):
+def train_step(state, batch, rate=1.0, key=None):
     return state.apply_gradients(grads=jax.grad(loss)(state.params, rate * batch))
 
 @zero.evaluate
@@ -51,7 +51,7 @@ print(float(evaluate(state, batch)))
 def test_one_process_alone(tmp_path: Path) -> None:
     """It is an error soon, where all would wait for ever."""
     said = (
-        r"call 4 of zerojax is (a save of step 1|train_step\(...\)) in process [01], which is at "
+        r"call 5 of zerojax is (a save of step 1|train_step\(...\)) in process [01], which is at "
     )
     told = launched(tmp_path, SCRIPT + ALONE, "--nproc-per-node=2")
     assert told.status == 1, told.err
@@ -59,6 +59,36 @@ def test_one_process_alone(tmp_path: Path) -> None:
     assert "failed first: status 1" in shown
     assert re.search(said, shown), shown
     assert "Every process runs the same steps" in shown
+
+
+CHANGED = """
+rate, key = np.ones(1), jax.random.key(0)
+for at in range(9):
+    if me == 1 and at == 5:
+        {change}
+    state = train_step(state, batch, rate, key)
+    time.sleep(0.5)
+"""
+PARAMS = "state = state.replace(params=jax.tree.map(lambda x: {}, state.params))"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            PARAMS.format("x.astype('bfloat16')"),
+            r"_step\(a state from elsewhere, ...\) in process 1",
+        ),
+        (PARAMS.format("x / 2"), r"train_step\(a state from elsewhere, ...\) in process 1"),
+        ("rate = np.full(1, 0.5)", r"train_step: argument \[0\] behind the batch is \[0.5\] in"),
+        ("key = jax.random.key(1)", r"train_step: argument \[1\] behind .* \[0, 1\] in process 1"),
+    ],
+)
+def test_one_process_with_other_values(tmp_path: Path, change: str, says: str) -> None:
+    """Its devices would hold other numbers, or wait in a program that no other process runs."""
+    told = launched(tmp_path, SCRIPT + CHANGED.format(change=change), "--nproc-per-node=2")
+    assert told.status == 1, told.err
+    assert re.search(says, told.err), told.err
 
 
 def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import jax
 
 from zerojax.distributed.coordinator import Coordinator, coordinator
+from zerojax.distributed.equality import SAME_ARGUMENTS
 from zerojax.distributed.exchange import ProcessesMissing, gather
 from zerojax.distributed.failure import end_with
 from zerojax.distributed.roll_call import by_value
@@ -17,6 +18,11 @@ from zerojax.distributed.roll_call import by_value
 _READING = 60.0  # s in which the others may read the answers
 _GRACE = 5  # looks in which the main thread may raise itself
 _ANSWERING = 0.1  # s between looks for the answers of the others
+_SAME_FORM = (
+    ": let the loader drop the last incomplete batch or fill it up with rows of weight 0, pad the "
+    'rows of all processes to one length (a tokenizer\'s padding="max_length" does), and give '
+    "arrays one dtype"
+)
 
 
 class CallAgreement:
@@ -43,7 +49,7 @@ class CallAgreement:
         self._lock = threading.Condition()
         self._calls, self._form = 0, "{}"
         self._round = 0  # the last that this process has answered
-        self._answering, self._answer = 0, ""  # the round that the thread answers; 0 for none
+        self._answering, self._own = 0, ""  # the round that the thread answers, and its answer
         self._problem: ValueError | None = None
         self._is_raised, self._looks_left = False, _GRACE
 
@@ -109,12 +115,11 @@ class CallAgreement:
             gather(this, f"{self._topic}, read", number, "", _READING)
         (name, groups), *more = unequal.items()
         values = ", ".join(f"{value} in {who}" for value, who in groups.items())
+        remedy = _SAME_FORM if name.startswith("batch") else f". {SAME_ARGUMENTS}"
         others = f", and {len(more)} more differ{'s' * (len(more) == 1)}" if more else ""
         return ValueError(
             f"{self._name}: the processes pass different arguments at call {first}: {name} is "
-            f"{values}{others}. All processes run one program: let the loader drop the last "
-            "incomplete batch or fill it up with rows of weight 0, pad the rows of all processes "
-            'to one length (a tokenizer\'s padding="max_length" does), and give arrays one dtype.'
+            f"{values}{others}. All processes run one program{remedy}."
         )
 
     def _look(self, this: Coordinator) -> float:
@@ -130,9 +135,9 @@ class CallAgreement:
             first = min((json.loads(each)[0] for each in answers.values()), default=0)
             if number > self._round and 0 < first <= self._calls:
                 self._round = self._answering = number
-                self._answer = _answer(first, self._form, self._form)
+                self._own = _answer(first, self._form, self._form)
         if self._answering and this.me not in answers:
-            this.publish(self._topic, self._answer, number)
+            this.publish(self._topic, self._own, number)
         elif self._answering and len(answers) == this.count:
             problem = self._mismatch(this, answers, number)
             with self._lock:

@@ -86,8 +86,8 @@ def require_same_values(
     Raises:
       LaunchError: Values differ; raised in all processes, with a name that differs.
     """
-    digests = {key: _digest(x) for key, x in values.items() if _is_own(x)}
-    received = [*map(json.loads, exchange(f"the values of {name}", json.dumps(digests), _PATIENCE))]
+    digests = json.dumps(descriptions(values))
+    received = [*map(json.loads, exchange(f"the values of {name}", digests, _PATIENCE))]
     keys = [key for key in dict.fromkeys(k for each in received for k in each)]
     unequal = [key for key in keys if len({each.get(key, "none") for each in received}) > 1]
     if unequal:
@@ -98,6 +98,23 @@ def require_same_values(
         )
 
 
+def descriptions(values: Mapping[str, object]) -> dict[str, str]:
+    """Describes numbers, host arrays and fully addressable arrays; equal ones are described
+    equally."""
+    return {key: _digest(x) for key, x in values.items() if _is_own(x)}
+
+
+def are_computed(values: Iterable[object]) -> bool:
+    """Returns whether the devices have computed all arrays among these values."""
+    return all(_without_key(x).is_ready() for x in values if isinstance(x, jax.Array))
+
+
+def _without_key(x: jax.Array) -> jax.Array:
+    """Returns the numbers of random keys, and another array as it is."""
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
 def _is_own(x: object) -> bool:
     if isinstance(x, jax.Array):
         return x.is_fully_addressable
@@ -105,10 +122,8 @@ def _is_own(x: object) -> bool:
 
 
 def _digest(x: object) -> str:
-    """Describes an array by its values or a checksum; equal arrays have equal descriptions."""
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    array = np.asarray(x)
+    """Describes an array by its values or a checksum."""
+    array = np.asarray(_without_key(x) if isinstance(x, jax.Array) else x)
     if array.size <= 4:
         return repr(array.tolist())
     checksum = zlib.crc32(np.ascontiguousarray(array).tobytes())

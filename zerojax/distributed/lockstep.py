@@ -9,11 +9,13 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.distributed.coordinator import Coordinator, coordinator
+from zerojax.distributed.equality import SAME_ARGUMENTS, are_computed, descriptions
 from zerojax.distributed.failure import end_with
 from zerojax.distributed.launched import LaunchError
 from zerojax.xla import compat
@@ -30,6 +32,7 @@ class Lockstep:
     If one process evaluates, saves or steps by itself, it waits for the others for ever, or its
     collectives pair up with those of another call. The check never waits: process 0 publishes
     its last calls, and the others read them. A process that finds a difference ends with an error.
+    So it does where the arrays that a call passes beside the batch have other values.
 
     Args:
       this: The coordinator of this process.
@@ -42,16 +45,25 @@ class Lockstep:
         self._lock = threading.Lock()
         self._count, self._sum = 0, 0
         self._calls: deque[tuple[int, str]] = deque(maxlen=_KEPT)  # checksum of all so far, name
+        self._unread: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=_KEPT)
+        self._values: deque[tuple[int, dict[str, str]]] = deque(maxlen=_KEPT)
         self._published, self._has_ended = "", False
         self._still: tuple[int, int, str, int] | None = None  # positions, unchanged since
         self._since = 0.0
         this.every(self._look)
 
-    def note(self, call: str) -> None:
-        """Records a call that all processes must execute, before the call waits for any of them."""
+    def note(self, call: str, arrays: Mapping[str, object] | None = None) -> None:
+        """Records a call that all processes must execute, before the call waits for any of them.
+
+        Args:
+          call: The call, in words.
+          arrays: Arrays of the call by name, whose values must be equal; nobody changes them.
+        """
         with self._lock:
             self._count, self._sum = self._count + 1, zlib.crc32(call.encode(), self._sum)
             self._calls.append((self._sum, call))
+            if arrays:
+                self._unread.append((self._count, arrays))
 
     def _look(self) -> float:
         """Publishes this process's calls, and compares them with those of other processes.
@@ -61,6 +73,7 @@ class Lockstep:
         if self._coordinator.ended and not self._has_ended:
             self._has_ended = True
             self.note(_END)
+        self._read()
         if self._me == 0 or self._has_ended:
             text = self.snapshot()
             if text != self._published:
@@ -71,14 +84,28 @@ class Lockstep:
             self.compare(process, text)
         return _TICK
 
+    def _read(self) -> None:
+        """Describes the arrays of calls, as far as the devices have computed them."""
+        while self._unread:
+            number, arrays = self._unread[0]
+            try:
+                if not are_computed(arrays.values()):
+                    return
+                self._values.append((number, descriptions(arrays)))
+            except RuntimeError:  # deleted meanwhile, or the computation failed
+                pass
+            self._unread.popleft()
+
     def snapshot(self) -> str:
-        """Returns the number of calls, the last of them, and the main thread's line, as JSON."""
+        """Returns the number of calls, the last of them, the main thread's line, and the last
+        values, as JSON."""
         with self._lock:
-            return json.dumps([self._count, [*self._calls][-_PUBLISHED:], _place()])
+            last = [*self._calls][-_PUBLISHED:], _place(), [*self._values][-_PUBLISHED:]
+            return json.dumps([self._count, *last])
 
     def compare(self, process: int, description: str) -> None:
         """Ends this process if another process has executed other calls."""
-        count, other_calls, place = json.loads(description)
+        count, other_calls, place, values = json.loads(description)
         with self._lock:
             own_calls, number = [*self._calls], self._count
         first = max(count - len(other_calls), number - len(own_calls))
@@ -86,6 +113,16 @@ class Lockstep:
             own, other = own_calls[n - number], other_calls[n - count]
             if own[0] != other[0]:
                 self._refuse(n + 1, own[1], process, other[1], place)
+        own_values = dict(self._values)
+        for n, others in values:
+            for name, value in own_values.get(n, {}).items():
+                if value != others.get(name):
+                    end_with(
+                        LaunchError(
+                            f"{name} is {value} in process {self._me} and {others.get(name)} in "
+                            f"process {process}, at call {n} of zerojax. {SAME_ARGUMENTS}"
+                        )
+                    )
         self._report_waiting(process, count, place, number)
 
     def _refuse(self, number: int, own: str, process: int, other: str, place: str) -> None:
@@ -94,8 +131,8 @@ class Lockstep:
                 f"the processes do not call the same: call {number} of zerojax is {other} in "
                 f"process {process}, which is at {place}, and {own} in process {self._me}, which "
                 f"is at {_place()}. Every process runs the same steps, evaluations, saves and "
-                "restores, with the same numbers beside the batch; only process 0 need print and "
-                "log"
+                "restores, with the same state and the same numbers beside the batch; only process "
+                "0 need print and log"
             )
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -68,12 +68,17 @@ class Roles:
       further: The slots of all arguments beside the state and the batch, in order.
       checked: Whether a step has checked the batch and the further arguments of such a call.
       placed: Whether the batch of such a call is on the devices as a step needs it.
+      names: The names of the leaves of the batch and of the further arguments, for messages; None
+        before several processes have compared such a call.
+      described: The dtype and shape of each of these leaves, by name, but of those that are static.
     """
 
     form: Form
     further: tuple[Slot, ...]
     checked: bool = False
     placed: bool = False
+    names: tuple[str, ...] | None = None
+    described: dict[str, str] = field(default_factory=dict)
 
 
 class Call(NamedTuple):

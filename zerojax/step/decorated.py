@@ -100,15 +100,28 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         """True if no other process runs the step."""
         return not self._lockstep and jax.process_count() == 1
 
-    def _agree(self, call: Call) -> None:
-        """Compares the call, and its form, with those of the other processes."""
+    def _agree(self, call: Call, state: str = "...") -> None:
+        """Compares the call, and its form, with those of the other processes.
+
+        Args:
+          call: The call.
+          state: The origin of the state, in words that are equal in all processes.
+        """
         if self._is_alone:
             return
+        leaves = _named(call)
         if self._lockstep:
-            numbers = [repr(x) for x in _shared_values(call).values() if isinstance(x, _NUMBERS)]
-            self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
+            name, values = self._arguments.name, _shared_values(leaves)
+            numbers = [repr(x) for x in values.values() if isinstance(x, _NUMBERS)]
+            arrays = {
+                f"{name}: {where}": x.copy() if isinstance(x, np.ndarray) else x
+                for where, x in values.items()
+                if isinstance(x, np.ndarray | jax.Array) and x.size <= _COMPARED
+            }
+            self._lockstep.note(f"{name}({', '.join([state, *numbers])})", arrays)
         if jax.process_count() > 1:
-            self._forms.agree(_form(call))
+            static = {name: _form(x) for name, x in leaves.items() if isinstance(x, Constant)}
+            self._forms.agree(call.roles.described | static)
 
     def _compare(
         self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
@@ -116,8 +129,9 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         """Refuses a program that differs between processes, before its first run."""
         if self._lockstep and program not in self._compared:
             self._compared.add(program)
+            self._lockstep.note(f"the first run of a program of {self._arguments.name}")
             require_same(self._states.config, self._states.mesh)
-            require_same_values(self._arguments.name, _shared_values(call))
+            require_same_values(self._arguments.name, _shared_values(_named(call)))
             require_same_program(self._arguments.name, (each.lowered for each in lowered()))
 
     def _relabelled(self, call: Call) -> Call:
@@ -162,28 +176,34 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         return bound
 
 
+_COMPARED = 1024  # elements of an array whose values are compared at each call
 _NUMBERS = (bool, int, float, complex, str, np.generic)
 
 
-def _shared_values(call: Call) -> dict[str, object]:
+def _named(call: Call) -> dict[str, object]:
+    """Returns the leaves of the batch and of the further arguments of a call by name."""
+    roles, given = call.roles, (call.batch, (call.args, call.kwargs))
+    if roles.names is None:
+        keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+        names = [f"batch{keystr(path)}" for path, _ in leaves(given[0])]
+        names += [f"argument {keystr(path[1:])} behind the batch" for path, _ in leaves(given[1])]
+        roles.names = tuple(names)
+        arrays = zip(names, jax.tree.leaves(given), strict=True)
+        roles.described = {name: _form(x) for name, x in arrays if not isinstance(x, Constant)}
+    return dict(zip(roles.names, jax.tree.leaves(given), strict=True))
+
+
+def _shared_values(named: dict[str, object]) -> dict[str, object]:
     """Returns the values that all processes must share: scalars of the batch, further arguments."""
-    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
-    numbers = {f"batch{keystr(path)}": x for path, x in leaves(call.batch) if not np.ndim(x)}
-    return numbers | {
-        f"argument {keystr(path[1:])} behind the batch": x.value if isinstance(x, Constant) else x
-        for path, x in leaves((call.args, call.kwargs))
+    return {
+        name: x.value if isinstance(x, Constant) else x
+        for name, x in named.items()
+        if not (name.startswith("batch") and np.ndim(x))
     }
 
 
-def _form(call: Call) -> dict[str, str]:
-    """Returns the dtype and shape of each array of a call, and its numbers, texts and flags."""
-    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
-    form = {f"batch{keystr(path)}": _described(x) for path, x in leaves(call.batch)}
-    further = leaves((call.args, call.kwargs))
-    return form | {f"argument {keystr(path[1:])}": _described(x) for path, x in further}
-
-
-def _described(x: object) -> str:
+def _form(x: object) -> str:
+    """Returns the dtype and shape of an array, or a number, text or flag itself."""
     if isinstance(x, Constant):
         simple = isinstance(x.value, bool | int | float | str | None)
         return repr(x.value) if simple else type(x.value).__name__

@@ -91,7 +91,7 @@ class Step(Decorated[P, R]):
         watchdog = self._watchdog
         if not call.roles.checked:
             _check_concrete(self._arguments.name, call.batch)
-        self._agree(call)
+        self._agree(call, "..." if found else "a state from elsewhere, ...")
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:

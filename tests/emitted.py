@@ -223,7 +223,7 @@ def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
             opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
         setting = StepSetting(function, states, opened, None, True, AfterStep(zero.config).signals)
         setting.layout.check(call.batch)
-        setting.layout.check_more(call.args, call.kwargs, call.batch)
+        setting.layout.check_more(call)
         traced = ResidentStep(setting).traced(opened.parts, call.batch, call.args, call.kwargs)
     parts = abstract(opened.parts, setting.plan, at_rest=True)
     return Emitted(traced.jaxpr, parts, setting.layout.accumulation)

@@ -13,7 +13,8 @@ from zerojax.config import BatchSizes
 from zerojax.devices.mesh import stage_size
 from zerojax.devices.rows import dimension
 from zerojax.step.batch_placer import BatchPlacer
-from zerojax.step.call import is_array, is_key
+from zerojax.step.call import Call, is_array, is_key
+from zerojax.train_state.pytree import is_part
 from zerojax.xla.types import PyTree
 
 _SHOWN = 6
@@ -130,21 +131,22 @@ class BatchLayout(BatchPlacer):
             "over updates, write zero(step, batch_axis=1)."
         )
 
-    def check_more(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], batch: PyTree
-    ) -> None:
+    def check_more(self, call: Call) -> None:
         """Checks a step's further arguments, which every micro-batch receives in full.
 
         Raises:
-          ValueError: An argument has as many rows as the batch.
+          ValueError: An argument has as many rows as the batch, and is no part of the state.
         """
         if self.sizes.accumulation == 1:
             return
-        rows = {self.rows(batch), self.leaves.own_rows(batch)}
-        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)}
+        further = (*enumerate(call.args), *call.kwargs.items())
+        data = [(f"[{slot!r}]", x) for slot, x in further if not is_part(x, call.objects)]
+        leaves = [(at, *leaf) for at, x in data for leaf in jax.tree_util.tree_leaves_with_path(x)]
+        for at, path, x in leaves:
             if is_array(x) and np.ndim(x) and (n := np.shape(x)[0]) in rows:
                 raise ValueError(
-                    f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
+                    f"the further argument {at}{jax.tree_util.keystr(path)} has the shape "
                     f"{np.shape(x)}, with the {n} rows of the batch, which is cut into "
                     f"{self.sizes.accumulation} micro-batches: make it part of the batch, as "
                     "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "

@@ -144,7 +144,7 @@ class Step(Decorated[P, R]):
             batch, args, kwargs = _copy_state_arrays(flat, (batch, call.args, call.kwargs))
             call = call._replace(args=args, kwargs=kwargs)
         if not is_checked:
-            layout.check_more(call.args, call.kwargs, call.batch)
+            layout.check_more(call)
         self._compare(
             program,
             call,
@@ -348,7 +348,7 @@ class Step(Decorated[P, R]):
             opened = self._states.open(call.objects)
             program = make(opened, call, explicit)
             program.setting.layout.check(call.batch)
-            program.setting.layout.check_more(call.args, call.kwargs, call.batch)
+            program.setting.layout.check_more(call)
             yield program, opened.parts, call
 
 

@@ -238,7 +238,7 @@ class Zero(Summarized):
           create_state: ``create_state(*args)`` returns a ``TrainState``; a tuple of an
             ``nnx.Module``, its ``nnx.Optimizer`` and further NNX objects (metrics, ``nnx.Rngs``) in
             any order; or any other pytree of arrays. It runs under ``jit``.
-          *args: Usually a PRNG key.
+          *args: Usually a PRNG key. Arrays are traced; numbers, models and configs are static.
 
         Returns:
           The state, placed on the mesh as planned, with its optimizer wrapped for the config.

@@ -85,6 +85,27 @@ class Annotated(nnx.Module):
         self.linear = nnx.Linear(16, 8, kernel_init=kernel, rngs=nnx.Rngs(0))
 
 
+def test_init_passes_settings_as_they_are() -> None:
+    """A rate that the optimizer keeps outlives the trace of ``create``."""
+
+    def create(key: jax.Array, model: nn.Module, rate: float, sizes: dict[str, int]) -> TrainState:
+        params = model.init(key, jnp.zeros((1, sizes["in"])))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(rate))
+
+    def step(state: TrainState, batch: jax.Array) -> TrainState:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    arguments = jax.random.key(0), nn.Dense(4), 0.1, {"in": 8}
+    zero, batch = zerojax.zero(stage=3), np.ones((8, 8), np.float32)
+    assert zero.abstract_state(create, *arguments).params["kernel"].shape == (8, 4)
+    got = zero(step)(zero.init(create, *arguments), batch).params["kernel"]
+    want = jax.jit(step)(create(*arguments), batch).params["kernel"]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_an_initializer_sees_no_mesh() -> None:
     """But for those of NNX that demand one."""
     zero = zerojax.zero(mesh=zerojax.mesh(axes={"data": 4, "model": 2}), stage=1)

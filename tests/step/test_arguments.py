@@ -176,6 +176,17 @@ class TestBatchArguments:
         for run in (zero(step), zero(step, batch_argnums=2)):  # a key is no batch
             same(run(make_state(), jax.random.key(0), (X, Y))[1], update(make_state(), X, Y)[1])
 
+    def test_are_no_parameters(self) -> None:
+        """Parameters of their own, before the rows, of which one has as many as the batch."""
+
+        def step(state: TrainState, before: Any, batch: Any) -> tuple[TrainState, jax.Array]:
+            (x, y), target = batch, batch[0] @ before["w"] + before["b"]
+            return update(state, x, 0.5 * (y + target))
+
+        rows = {"gradient_accumulation_steps": 2, "stage": 3, "mesh": zerojax.mesh(devices=4)}
+        batch = X[:8], Y[:8]  # eight rows, as ``w`` has
+        agrees(step, make_state().params, batch, zero=zerojax.zero(**rows))
+
     def test_that_are_static_too(self) -> None:
         with pytest.raises(ValueError, match="argument 1 is in batch_argnums and static_argnums"):
             zerojax.zero(stage=1)(update, batch_argnums=(1, 2), static_argnums=1)

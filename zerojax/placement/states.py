@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -319,45 +321,46 @@ class States:
         """Creates the state ``create(*args)`` sharded: no device ever stores more than its
         shards."""
         with automatic_context(self.mesh) as explicit:
-            args = relabel_arrays(args, self.mesh)
-            make, opened = self._maker(create, args, explicit)
-            self._require_alike(make, args)
-            shapes = jax.eval_shape(make, *args)
+            make, opened, arrays = self._maker(create, args, explicit)
+            self._require_alike(lambda: make.lower(*arrays), args)
+            shapes = jax.eval_shape(make, *arrays)
             plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
             if offloads(self.config):
                 check_memories(self.config, self.mesh)
-                parts = self.placer.create_sharded(make, args, plan, shapes)
+                parts = self.placer.create_sharded(make, arrays, plan, shapes)
             else:
                 create_sharded = jax.jit(  # does not trace `make` again, which is jitted
-                    lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
+                    lambda *arrays: plan.at_rest(make(*arrays)), out_shardings=plan.shardings()
                 )
-                parts = plan.shown(create_sharded(*args))
+                parts = plan.shown(create_sharded(*arrays))
             state = _in_user_form(opened[0], parts)
             if opened[0].any_pytree:
                 self.owned.add(state)
             return state
 
-    def _require_alike(self, make: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> None:
+    def _require_alike(self, lower: Callable[[], object], args: tuple[PyTree, ...]) -> None:
         """Rejects a state that is not the same in all processes."""
         if calls := lockstep(self.mesh):
             calls.note("zero.init")
             require_same(self.config, self.mesh)
             require_same_values("zero.init", by_path(args, "argument "))
-            require_same_program("zero.init", [make.lower(*args)])
+            require_same_program("zero.init", [lower()])
 
     def abstract(self, create: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Returns the result of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings."""
         with automatic_context(self.mesh) as explicit:
-            make, opened = self._maker(create, args, explicit)
-            shapes = jax.eval_shape(make, *relabel_arrays(args, self.mesh))
+            make, opened, arrays = self._maker(create, args, explicit)
+            shapes = jax.eval_shape(make, *arrays)
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
         return _in_user_form(opened[0], abstract(shapes, plan))
 
     def _maker(
         self, create: Callable[..., PyTree], args: tuple[PyTree, ...], explicit: tuple[str, ...]
-    ) -> tuple[jax.stages.Wrapped, list[OpenedState]]:
-        """Returns the jitted function that creates a state, and a list for the opened state without
-        arrays, which tracing the function fills."""
+    ) -> tuple[jax.stages.Wrapped, list[OpenedState], tuple[jax.Array, ...]]:
+        """Returns the jitted function that creates a state, a list for the opened state without
+        arrays, which tracing the function fills, and the arrays among ``args``, which the function
+        takes. All else, such as a rate or a model, is part of the function: the state's optimizer
+        may keep it, which a tracer would not outlive."""
         if is_nnx(create) or not callable(create):
             raise TypeError(
                 f"zero.init and zero.abstract_state take a function that creates the state, "
@@ -366,9 +369,13 @@ class States:
             )
         check_arguments(create, args)
         opened: list[OpenedState] = []
+        leaves, tree = jax.tree.flatten(relabel_arrays(args, self.mesh))
+        traced = [isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray) for x in leaves]
 
-        def make(*args: PyTree) -> Parts:
-            created = create(*args)
+        def make(*arrays: jax.Array) -> Parts:
+            rest = iter(arrays)
+            given = [next(rest) if array else x for x, array in zip(leaves, traced, strict=True)]
+            created = create(*jax.tree.unflatten(tree, given))
             state = self.open(created if type(created) is tuple else (created,))
             # Shapes in place of the tracers, which must not leave the trace.
             shapes = jax.tree.map(jaxprs.like, state.parts)
@@ -376,20 +383,21 @@ class States:
             return jax.tree.map(jnp.asarray, state.parts)
 
         @functools.wraps(create)  # for JAX's messages
-        def make_on_mesh(*args: PyTree) -> Parts:
+        def make_on_mesh(*arrays: jax.Array) -> Parts:
             if explicit:
-                return evaluate(make, args, self.mesh, explicit)
+                return evaluate(make, arrays, self.mesh, explicit)
             # No mesh is in the context, as under plain jit: with one, linen would constrain the
             # result of an initializer, even of a kernel not yet in its final shape.
             try:
-                return make(*args)
+                return make(*arrays)
             except ValueError as error:  # NNX demands one for annotated variables
                 if "mesh context" not in str(error):
                     raise
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                return make(*args)
+                return make(*arrays)
 
-        return jax.jit(make_on_mesh, inline=compat.INLINE), opened
+        arrays = tuple(compress(leaves, traced))
+        return jax.jit(make_on_mesh, inline=compat.INLINE), opened, arrays
 
     def state_placer(self, plan: Plan) -> StatePlacer:
         """Returns the placer of states with this plan."""

@@ -24,7 +24,7 @@ from zerojax.step.find_state import find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
-from zerojax.train_state.pytree import form_of
+from zerojax.train_state.pytree import is_part
 from zerojax.xla.types import PyTree
 
 
@@ -157,7 +157,7 @@ class Arguments:
         free = [slot for slot in given if slot not in self._static]
         objects = self._objects(given, free)
         left = [slot for slot in free if slot not in objects]
-        batch = self._slots_of_batch(given, [x for x in left if not self._is_copy(x, given)])
+        batch = self._slots_of_batch(given, left, [given[slot] for slot in objects])
         if not objects or not batch:
             got = f"{len(given)} arguments" if left else f"only the state ({self._text(objects)})"
             raise TypeError(
@@ -215,20 +215,14 @@ class Arguments:
         batch = self._named(self._batch, given)
         return find_state(self.function, self.name, given, free, batch, self._text)
 
-    def _is_copy(self, slot: Slot, given: Mapping[Slot, PyTree]) -> bool:
-        """Returns whether an argument has the tree, shapes and dtypes of an argument named as the
-        state, such as a target network: the step reads it, and it is not a batch."""
-        x = given[slot]
-        if not self._state or jax.tree_util.all_leaves([x]):
-            return False
-        return form_of(x) in [form_of(given[other]) for other in self._named(self._state, given)]
-
-    def _slots_of_batch(self, given: dict[Slot, PyTree], left: list[Slot]) -> list[Slot]:
-        if not self._batch and len(left) < 2:
-            return left
-        if not self._batch:  # the first argument that is not a random key, if there is one
-            rows = [slot for slot in left if may_be_batch(given[slot])]
-            return next(([slot] for slot in rows if not is_key(given[slot])), left[:1])
+    def _slots_of_batch(
+        self, given: dict[Slot, PyTree], left: list[Slot], objects: list[PyTree]
+    ) -> list[Slot]:
+        if not self._batch:
+            rows = [x for x in left if may_be_batch(given[x]) and not is_key(given[x])]
+            # A target network, say, is read; where nothing else has rows, it is data.
+            others = [slot for slot in rows if not is_part(given[slot], objects)]
+            return [*others, *rows, *left][:1]
         slots = self._named(self._batch, given)
         missing = [slot for slot in slots if slot not in left]
         if missing:

@@ -15,6 +15,7 @@ from zerojax.devices.rows import dimension
 from zerojax.step.batch_placer import BatchPlacer
 from zerojax.step.call import Call, is_array, is_key
 from zerojax.step.jitted import Slot
+from zerojax.train_state.pytree import is_part
 from zerojax.xla.types import PyTree
 
 _SHOWN = 6
@@ -135,7 +136,7 @@ class BatchLayout(BatchPlacer):
         """Checks a step's further arguments, which every micro-batch receives in full.
 
         Raises:
-          ValueError: An argument has as many rows as the batch.
+          ValueError: An argument has as many rows as the batch, and is no part of the state.
         """
         if self.sizes.accumulation == 1:
             return
@@ -144,8 +145,9 @@ class BatchLayout(BatchPlacer):
         alike = {
             slot: [x for x in jax.tree.leaves(value) if _rows(x) in rows]
             for slot, value in given.items()
+            if not is_part(value, call.objects)
         }
-        if slots := [slot for slot in given if alike[slot]]:
+        if slots := [slot for slot, leaves in alike.items() if leaves]:
             shape = np.shape(alike[slots[0]][0])
             raise ValueError(
                 f"the further argument {slots[0]} has the shape {shape}, with the {shape[0]} rows "

@@ -118,6 +118,17 @@ def has_form(
     return lambda x: bool(form_of(x, dtypes=dtypes) == form)
 
 
+def is_part(x: PyTree, objects: Sequence[PyTree]) -> bool:
+    """Returns whether a container has the tree, shapes and dtypes of one of several objects, or of
+    a part of one, as a target network has those of the parameters."""
+    tree = jax.tree.structure(x)
+    if jax.tree_util.treedef_is_leaf(tree):
+        return False
+    parts = [y for o in objects for y in jax.tree.leaves(o, is_leaf=lambda y, o=o: y is not o)]
+    alike = (part for part in (*objects, *parts) if jax.tree.structure(part) == tree)
+    return any(form_of(part) == form_of(x) for part in alike)
+
+
 def are_given(leaves: Sequence[object], tree: jax.tree_util.PyTreeDef) -> list[bool]:
     """Returns, for each leaf of several arguments, whether it is an array for the step; an
     optimizer's state that takes the place of a leaf counts as one."""

@@ -143,6 +143,7 @@ def test_batch_statistics_of_micro_batches() -> None:
             sums.append(jax.tree.leaves(stats)[0].sum())
         mean = jax.tree.map(lambda *x: sum(x) / 4, *gradients)
         want = want.apply_gradients(grads=mean, batch_stats=stats)
-        got, mean_sum = zero_for(3, 4)(step)(start("batch_norm", "float64"), batch)
+        zero = zero_for(3, 4, accumulate_statistics=True)
+        got, mean_sum = zero(step)(start("batch_norm", "float64"), batch)
         assert_near(*(host((x.params, x.batch_stats)) for x in (got, want)), TOLERANCE["float64"])
         assert float(mean_sum) == pytest.approx(float(sum(sums)) / 4, rel=1e-9)

@@ -358,6 +358,7 @@ def zero(
     donate: bool = True,
     auto: Mapping[str, Any] | None = None,
     check_finite: bool | None = None,
+    accumulate_statistics: bool | None = None,
     check_memory: bool = True,
     **keywords: Unpack[Keywords],
 ) -> Zero:
@@ -388,6 +389,10 @@ def zero(
         ``telemetry(state)["skipped_steps"]`` counts the step. ``fp16`` always checks, and so does
         ``bf16`` in a DeepSpeed JSON unless ``check_grad_overflow`` is false; DeepSpeed has no
         such key for fp32. None leaves the choice to the config, where the check is off by default.
+      accumulate_statistics: Whether each micro-batch may compute statistics of its own rows that
+        the state keeps (BatchNorm, the centre of DINO), with ``config`` or with keywords. Their
+        numbers, and the gradients, are not those of the global batch. None leaves the choice to the
+        config, where such a step is refused by default.
       check_memory: Whether to compile a step before its first run, and to raise
         :class:`zerojax.OutOfMemoryError`, with settings that fit, if the step needs more memory
         than the devices have free. False runs the step and leaves that error to XLA. On devices
@@ -424,9 +429,10 @@ def zero(
     if config is None and auto:
         raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
-    if check_finite is not None:
-        notes = tuple(note for note in resolved.notes if note.key != "check_finite")
-        resolved = dataclasses.replace(resolved, check_finite=check_finite, notes=notes)
+    both = {"check_finite": check_finite, "accumulate_statistics": accumulate_statistics}
+    if given := {name: value for name, value in both.items() if value is not None}:
+        notes = tuple(note for note in resolved.notes if note.key not in given)
+        resolved = dataclasses.replace(resolved, **given, notes=notes)
     if resolved.autotuning:
         raise ConfigError(
             "autotuning.enabled = true: tuning is a run of its own that trains nothing, here "

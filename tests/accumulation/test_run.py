@@ -345,6 +345,36 @@ def test_refused_by_name(step: Callable[..., Any], says: list[str]) -> None:
         assert words in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize("by", ["keyword", "json"])
+def test_statistics_of_each_micro_batch_are_asked_for(
+    by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A centre that moves with the batch, and with which its rows compute."""
+
+    def step(state: State, b: Any) -> Any:
+        def loss(p: Any) -> Any:
+            out = apply(p, b["x"])
+            centre = 0.9 * state.average + 0.1 * out.mean(0)
+            return jnp.mean((out - centre) ** 2), centre
+
+        (value, centre), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, average=centre, seen=state.seen + len(b)), value
+
+    def run(asked: dict[str, Any]) -> Any:
+        config = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}
+        zero = zerojax.zero(config | asked) if by == "json" else zerojax.zero(config, **asked)
+        return zero(step)(start(average=jnp.zeros(4), seen=jnp.zeros(())), batch())
+
+    with pytest.raises(
+        ValueError, match=r"state\.average keeps statistics .*test_run\.py:\d+.*to 1"
+    ) as caught:
+        run({})
+    assert '"accumulate_statistics": true' in str(caught.value)
+    with caplog.at_level(logging.WARNING, "zerojax"):
+        run({"accumulate_statistics": True})
+    assert "has statistics of its own rows" in caplog.text
+
+
 REFUSED = [  # a loss of what the model gives, the cause, and the remedy
     (lambda out, b: jnp.sqrt((out**2).mean()), "rows' gradients", "multiply it by the derivative"),
     (lambda out, b: (out - out.mean(0)).var(), "from all rows within the rows (", "LayerNorm"),

@@ -13,7 +13,11 @@ from zerojax.config.keywords import Keywords
 
 def test_they_are_the_fields() -> None:
     fields = {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert {*Keywords.__annotations__} == fields - {"notes", "check_finite"}  # an argument of zero
+    assert {*Keywords.__annotations__} == fields - {
+        "notes",
+        "check_finite",
+        "accumulate_statistics",
+    }
 
 
 def test_they_have_the_types_of_the_fields() -> None:

@@ -32,6 +32,7 @@ FIELDS = {
     "raise_error_at_min_scale": ({"fp16": {"raise_error_at_min_scale": False}}, False),
     "check_grad_overflow": ({"bf16": {"check_grad_overflow": True}}, True),
     "check_finite": ({"check_finite": True}, True),
+    "accumulate_statistics": ({"accumulate_statistics": True}, True),
     "compute_grad_norm": ({"zero_optimization": {"compute_grad_norm": False}}, False),
     "gradient_clipping": ({"gradient_clipping": 0.5}, 0.5),
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, 4),

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
-from programs.program import ROWS, Program, copied, creator, keyed, regression_step, told
+from programs.program import ROWS, Program, copied, creator, keyed, refused, regression_step, told
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.gpt import loss_fn as cross_entropy
 
@@ -181,7 +181,7 @@ PROGRAMS = (
     gpt("gpt_scan_remat", scan=True, remat=True),
     Program(
         "convnet", creator(ConvNet(), np.ones((1, 8, 8, 3), np.float32), MOMENTUM, BatchNormState),
-        convnet_step, images, accumulated=told("statistics of its own rows"),
+        convnet_step, images, accumulated=refused("accumulate_statistics=True"),
     ),
     Program("tied", creator(Tied(), TOKENS, ADAMW), language_step, tokens),
     Program(

@@ -10,7 +10,7 @@ from flax import nnx
 
 from examples.nnx_gpt import GPT
 from programs.basic import ADAMW, tokens, vectors
-from programs.program import Program, told
+from programs.program import Program, refused
 from zerojax.models.gpt import GPTConfig
 from zerojax.models.gpt import loss_fn as cross_entropy
 
@@ -80,7 +80,7 @@ PROGRAMS = (
     Program("nnx_mlp", nnx_creator(MLP), regression_step, vectors, nnx=True),
     Program(
         "nnx_norm", nnx_creator(lambda rngs: MLP(rngs, norm=True)), regression_step, vectors,
-        nnx=True, accumulated=told("statistics of its own rows"),
+        nnx=True, accumulated=refused("accumulate_statistics=True"),
     ),
     gpt("nnx_gpt"),
     gpt("nnx_gpt_remat", remat=True),

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from programs.program import ADAM, ROW, SGD, WIDTH, Program, creator, labelled, told
+from programs.program import ADAM, ROW, SGD, WIDTH, Program, creator, labelled, refused
 
 
 @flax.struct.dataclass
@@ -105,7 +105,7 @@ def nnx_step(model: Any, optimizer: Any, metrics: Any, batch: Any) -> None:
     optimizer.update(model, grads)
 
 
-BATCH_NORM = told("statistics of its own rows")
+BATCH_NORM = refused("accumulate_statistics=True")
 
 PROGRAMS = (
     Program("batch_norm", create(True), step, labelled, accumulated=BATCH_NORM),

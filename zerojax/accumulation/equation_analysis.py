@@ -19,6 +19,7 @@ LOOPS = "loops over the rows and carries numbers along"
 BRINGS = "has an array of the batch's size of its own"
 LASTS = "loops as long as rows of the batch say"
 BENDS = "uses a number computed from all rows within the rows' gradients"
+AFTER = "uses a number computed from all rows within the rows, after their gradients"
 _CREATES = "creates numbers of the batch's size"
 _NUMBERS = "computes with the numbers of rows within the batch, which a micro-batch does not know"
 UNKNOWN = "is not known to keep rows separate"
@@ -26,7 +27,7 @@ _CALLS = "hands all rows to Python at once, and not each in jax.lax.map"
 _INSIDE = "computes with a number computed from all rows inside a loop"
 CHOOSES = "chooses what to do with the rows by a number computed from all rows"
 
-OF_ALL_ROWS = MIXES, TAKES, BENDS
+OF_ALL_ROWS = MIXES, TAKES, BENDS, AFTER
 """Causes that lie in the mathematics of a value, and not in how it is written."""
 
 UNDIVIDED = "set gradient_accumulation_steps to 1."
@@ -38,6 +39,7 @@ REMEDIES = {
     "otherwise " + UNDIVIDED,
     BENDS: "Take the gradient of a sum or a mean over rows, and multiply it by the derivative of "
     "what follows (0.5 / jnp.sqrt(mean) for a root); otherwise " + UNDIVIDED,
+    AFTER: "Compute it with the parameters before the update; otherwise " + UNDIVIDED,
     LOOPS: "Let the loop return a value for each row, or carry a sum that begins with zeros; "
     "otherwise " + UNDIVIDED,
     BRINGS: "Make that array part of the batch.",
@@ -165,7 +167,9 @@ class EquationAnalysis:
                     for i, k in enumerate(kinds)
                 ]
             else:
-                return refused(eqn, BENDS if backward else TAKES)
+                roots = {root for k in numbers if k.node is not None for root in k.node.roots()}
+                after = any(self.backward.get(root) for root in roots)
+                return refused(eqn, BENDS if backward else AFTER if after else TAKES)
         if name in KERNELS:
             return self._opaque(pair, kinds)
         if not any(k.rows for k in kinds):

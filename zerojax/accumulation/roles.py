@@ -195,6 +195,31 @@ def per_micro_batch(
     return stacked, averaged
 
 
+def refuse_statistics(
+    roles: Roles, analysis: Analysis, carry: Sequence[int], flat: Flat, k: int
+) -> None:
+    """Refuses state that follows from statistics of each micro-batch's own rows.
+
+    Args:
+      carry: Positions of the state that each micro-batch passes to the next.
+
+    Raises:
+      ValueError: Names the state, the line and the remedies.
+    """
+    if not analysis.owners:
+        return
+    kept = [i for i in carry if analysis.kind(flat.outvars[i]).name == "own"] or [*carry]
+    raise ValueError(
+        f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[kept[0]]} keeps "
+        f"statistics with which the rows of the batch compute ({_some(analysis.owners)}), and "
+        "those of a micro-batch are other numbers than those of the global batch. Set "
+        "gradient_accumulation_steps to 1, or use numbers of each row (LayerNorm or GroupNorm). If "
+        "each micro-batch is to have statistics of its own, as in PyTorch, pass "
+        'zerojax.zero(..., accumulate_statistics=True), or "accumulate_statistics": true in the '
+        "JSON."
+    )
+
+
 def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
     """Logs which values cannot be the same as on the global batch."""
     if analysis.owners:
@@ -206,7 +231,8 @@ def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
     if analysis.drawn:
         log.warning(
             "%s: noise in the batch's shape (%s) is drawn for each of the %d micro-batches anew; "
-            "the global batch would give other numbers.",
+            "the global batch would give other numbers. For the same ones make the noise, or a key "
+            "for each row, part of the batch.",
             name, _some(analysis.drawn), k,
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ from zerojax.accumulation.roles import (
     Roles,
     carried,
     per_micro_batch,
+    refuse_statistics,
     warn_of_differences,
 )
 from zerojax.accumulation.split import Crossing, Split, split
@@ -135,6 +136,7 @@ class MicroBatches:
       blocks: Blocks of rows, one per process; every micro-batch has an equal share of each.
       inserter: Gathers parameters where they are used.
       want: Target specs of the results that are sharded; None for the others.
+      statistics: Whether micro-batches may have statistics of their own rows that the state keeps.
       sharded: Whether gradients are reduce-scattered as soon as they are computed.
       lanes: Lanes that sum separately until the end, used if the step can run on them.
       dtype: Dtype in which gradients are summed; None for their own, float32 at least.
@@ -157,6 +159,7 @@ class MicroBatches:
         inserter: Inserter,
         want: Sequence[Spec | None],
         *,
+        statistics: bool,
         sharded: bool,
         lanes: Lanes | None,
         dtype: jax.typing.DTypeLike | None,
@@ -178,6 +181,8 @@ class MicroBatches:
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
                 f"depends on the number of rows that it is given ({e}). {e.remedy or _REMEDY}"
             ) from e
+        if not statistics:
+            refuse_statistics(roles, self._divided.analysis, self._divided.split.carry, flat, k)
         warn_of_differences(roles.name, self._divided.analysis, k)
 
     @property

@@ -46,6 +46,8 @@ class ZeroConfig:
       check_grad_overflow: Whether updates in `bf16` whose gradient is not finite are skipped, as in
         fp16; True by default in a JSON.
       check_finite: Whether updates whose gradient is not finite are skipped at every precision.
+      accumulate_statistics: Whether under accumulation each micro-batch may compute statistics of
+        its own rows that the state keeps, such as BatchNorm's; if not, such a step is refused.
       compute_grad_norm: Whether the gradient's norm is computed in each update, for telemetry and
         for the warning about numbers that are not finite; False computes it only where clipping or
         the skipping of updates needs it.
@@ -121,6 +123,7 @@ class ZeroConfig:
     raise_error_at_min_scale: bool = True
     check_grad_overflow: bool = False
     check_finite: bool = False
+    accumulate_statistics: bool = False
     compute_grad_norm: bool = True
     gradient_clipping: float = 0.0
     gradient_accumulation_steps: int | None = None

@@ -9,9 +9,9 @@ from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadPara
 
 
 class Keywords(TypedDict, total=False):
-    """The fields of :class:`zerojax.ZeroConfig`, which documents them, without ``check_finite``,
-    a separate parameter of ``zerojax.zero``. A section is its config object or a mapping as in the
-    JSON; an offload section may be the name of a device."""
+    """The fields of :class:`zerojax.ZeroConfig`, which documents them, without ``check_finite``
+    and ``accumulate_statistics``, separate parameters of ``zerojax.zero``. A section is its config
+    object or a mapping as in the JSON; an offload section may be the name of a device."""
 
     stage: int
     bf16: bool

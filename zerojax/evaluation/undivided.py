@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerojax.accumulation.equation_analysis import BENDS, BRINGS, LASTS, LOOPS, TAKES
+from zerojax.accumulation.equation_analysis import AFTER, BENDS, BRINGS, LASTS, LOOPS, TAKES
 from zerojax.accumulation.kinds import Problem
 from zerojax.accumulation.pairs import Sizes, UnevenError
 
@@ -10,8 +10,7 @@ TOGETHER = "brings rows together"
 DEPENDS = "depends on the number of rows"
 RUNS_OVER = "runs over the rows"
 _DOES = {
-    TAKES: "takes rows together with a result of all rows",
-    BENDS: "takes rows together with a result of all rows",
+    **dict.fromkeys((TAKES, BENDS, AFTER), "takes rows together with a result of all rows"),
     LOOPS: RUNS_OVER,
     LASTS: "brings rows together in its condition, inside while",
 }

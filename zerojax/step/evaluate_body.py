@@ -199,6 +199,7 @@ def _micro_batches(
         setting.layout.leaves.blocks,
         inserter,
         want,
+        statistics=config.accumulate_statistics,
         sharded=sharded,
         lanes=None if without_lanes else Lanes.of(setting.plan.mesh, sharded=sharded),
         dtype=DTYPES[config.grad_accum_dtype],

@@ -82,6 +82,13 @@ TRAINING: tuple[Key, ...] = (
         "does and bf16 with check_grad_overflow; DeepSpeed applies such updates in fp32",
     ),
     setting(
+        "accumulate_statistics",
+        FLAG,
+        False,
+        "zerojax's own key: true lets each micro-batch compute statistics of its own rows, such as "
+        "BatchNorm's, as DeepSpeed does; false refuses such a step under accumulation",
+    ),
+    setting(
         "data_types.grad_accum_dtype",
         optional(DTYPE),
         None,

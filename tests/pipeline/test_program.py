@@ -180,3 +180,38 @@ def test_stages_must_divide_the_layers() -> None:
 def test_offload_is_refused() -> None:
     zero = zero_on(2, 2, 4, offload_optimizer={"device": "cpu"})
     refused(zero, "offload_optimizer .* pipeline stages is not supported")
+
+
+def pair_step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        x = params["table"][tokens]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+        return (x**2).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, opt_state = optax.adam(1e-2).update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_and_optimizer_state_as_arguments(stage: int) -> None:
+    def create() -> Any:
+        table, layers = jax.random.split(jax.random.key(0))
+        params = {
+            "table": jax.random.normal(table, (models.VOCABULARY, 8)),
+            "layers": jax.random.normal(layers, (4, 8, 8)) / 3,
+        }
+        return params, optax.adam(1e-2).init(params)
+
+    zero = zero_on(2, 2, 4, stage)
+    runs = []
+    for step, state in ((jax.jit(pair_step), create()), (zero(pair_step), zero.init(create))):
+        losses = []
+        for tokens in batches(16, STEPS):
+            *state, loss = step(*state, tokens)
+            losses.append(loss)
+        runs.append((losses, host(state)))
+    layers = [x.sharding.spec for x in jax.tree.leaves(state) if x.shape == (4, 8, 8)]
+    assert [spec[0] for spec in layers] == ["stage"] * 3
+    assert_near(*runs, TOLERANCE["float32"])

@@ -47,8 +47,8 @@ class Pipeline:
       trace: Traces the step on other batches.
       batch: The global batch, leaves [rows, ...].
       roles: The roles of the step's arguments.
-      params: For each parameter, whether its first dimension is sharded over "stage". The
-        parameters are the first arguments of the step.
+      params: For each parameter, or each array of a state whose parameters are not known, whether
+        its first dimension is sharded over "stage". They are the first arguments of the step.
       schedule: The devices and micro-batches.
       dtype: Dtype in which gradients are summed; None for their own, float32 at least.
 
@@ -130,8 +130,9 @@ class Pipeline:
             raise ValueError(
                 f"{self._name}: the loop over layers at {where(eqn)} reads "
                 f"{self._paths[missing[0]]}, whose layers are not sharded over the pipeline "
-                'stages. Pass zerojax.zero(..., specs=...) with PartitionSpec("stage") for the '
-                "stacks of layers, and PartitionSpec() for all others."
+                'stages. Put the stacks of all layers into one dict, params["layers"], or, with '
+                'a TrainState, pass zerojax.zero(..., specs=...) with PartitionSpec("stage") for '
+                "the stacks, and PartitionSpec() for all others."
             )
 
     def _loop(self, pair: EquationPair, small: Flat) -> LayerLoop:

@@ -4,7 +4,8 @@ A copy of the parameters is sharded like them. Other arrays of more than ``small
 elements are sharded by the rule for parameters: all of them at stage 3, those of an optimizer at
 stages 1 and 2.
 Statistics, counters and PRNG keys are replicated. If zerojax does not know the parameters of a
-state, all of its arrays are extra state, and are sharded like parameters, small ones too.
+state, all of its arrays are extra state, and are sharded like parameters, small ones too; pipeline
+stages share its stacks of layers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.stacks import with_stages
 from zerojax.plan.state_sharding import Leaf
 from zerojax.xla.types import Aval, PyTree, Shaped
 
@@ -55,6 +58,7 @@ class ExtraState:
       mesh: The devices.
       stage: The ZeRO stage.
       small: The most elements of an array that is replicated for its size.
+      stages: The pipeline stages that share the stacks of layers in this state.
     """
 
     def __init__(
@@ -64,12 +68,20 @@ class ExtraState:
         mesh: Mesh,
         stage: int,
         small: int,
+        stages: int = 1,
     ) -> None:
         self._params, self._at_rest = params, at_rest
-        self._mesh, self._stage, self._small = mesh, stage, small
+        self._mesh, self._stage, self._small, self._stages = mesh, stage, small, stages
+        self._own: dict[str, Spec] = {}
 
     def leaves(self, rest: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Returns the leaf of each array, in the form of ``rest``."""
+        if self._stages > 1:
+            arrays = jax.tree_util.tree_leaves_with_path(rest)
+            given = [layout.full(None, len(x.shape)) for _, x in arrays]
+            own = with_stages(rest, given, self._stages)
+            paths = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in arrays]
+            self._own = dict(zip(paths, own, strict=True))
         return {name: self._below(name, value, _names(name)) for name, value in rest.items()}
 
     def _below(self, path: str, value: PyTree, of_optimizer: bool) -> PyTree:
@@ -111,7 +123,7 @@ class ExtraState:
     def _array(self, path: str, x: Aval, of_optimizer: bool) -> Leaf:
         if reason := self._why_replicated(x, of_optimizer):
             return Leaf.of(path, x, (), (), reason, self._mesh)
-        return self._at_rest(path, x, None)
+        return self._at_rest(path, x, self._own.get(path))
 
     def _why_replicated(self, x: Aval, of_optimizer: bool) -> str:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):

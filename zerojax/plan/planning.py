@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
+from zerojax.devices.mesh import stage_size
 from zerojax.plan import layout
 from zerojax.plan.extra_state import AtRest, ExtraState, ParameterForm
 from zerojax.plan.layout import Spec
@@ -53,7 +54,9 @@ def make_plan(
     opt_tree = _optimizer_leaves(parts, tx, form, at_rest, mesh, moments)
     # A state with unknown parameters has all its arrays in ``rest``.
     stage = 3 if config.stage and not params else config.stage
-    rest_tree = ExtraState(form, at_rest, mesh, stage, config.small_array_size).leaves(parts.rest)
+    stages = 1 if params else stage_size(mesh)
+    extra = ExtraState(form, at_rest, mesh, stage, config.small_array_size, stages)
+    rest_tree = extra.leaves(parts.rest)
 
     def specs(tree: PyTree, name: str = "spec") -> PyTree:
         return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)

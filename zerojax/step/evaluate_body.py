@@ -23,6 +23,7 @@ from zerojax.pipeline.program import Pipeline
 from zerojax.pipeline.schedule import Schedule
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import Static, join
@@ -226,9 +227,12 @@ def _pipelined(
     shapes: tuple[Parts, PyTree],
 ) -> WithShards:
     """Replaces the step's loops over layers by pipelines."""
-    stages = [
-        bool(leaf.spec) and STAGE in layout.axes(leaf.spec[0]) for leaf in setting.plan.compute
-    ]
+
+    def staged(leaves: Sequence[Leaf]) -> list[bool]:
+        return [bool(leaf.spec) and STAGE in layout.axes(leaf.spec[0]) for leaf in leaves]
+
+    between = [False] * len(jax.tree.leaves((start.opt_state, start.step)))
+    stages = [*staged(setting.plan.compute), *between, *staged(setting.plan.leaves["rest"])]
     roles = roles_of(setting.body.name, start, batch, shapes)
     dtype = DTYPES[setting.config.grad_accum_dtype]
     pipeline = Pipeline(closed, _with_used_gradients(trace), batch, roles, stages, schedule, dtype)

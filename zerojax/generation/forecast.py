@@ -134,18 +134,20 @@ def forecast(
     """
     decoder, params = decoder_of(model, params)
     shapes = parameter_weights.shapes(params, dtype)
-    start, source = prompt, None
+    limit, start, source = decoder.limit(), prompt, None
+    room = rounded(prompt, limit)
     if isinstance(decoder, EncoderDecoder):
         start = 1
-        source = Source(*(jax.ShapeDtypeStruct((rows, prompt), x) for x in (jnp.int32, jnp.bool_)))
-    longest = rounded(start + max_new_tokens, decoder.limit())
+        source = Source(*(jax.ShapeDtypeStruct((rows, room), x) for x in (jnp.int32, jnp.bool_)))
+    longest = rounded(start + max_new_tokens, limit)
+    common = min(room, longest) if decoder.takes_positions and start > 1 else start
     cache = Cache.of(decoder, shapes, rows, longest, source)
     stacks = cache.stacks(decoder, shapes)
     placed = parameter_weights.place(
         jax.tree.leaves(params), weights, dtype, cache.bytes, stacks.params, mesh
     )
     generation = Generation(
-        decoder, cache, Sampling(), start, (), 0, (), jax.tree.structure(params),
+        decoder, cache, Sampling(), common, (), 0, (), jax.tree.structure(params),
         placed.cache_layers(stacks), placed.mesh or mesh, placed.shards, Search(),
     )  # fmt: skip
     programs, on = Programs(generation, mesh), placed.mesh or mesh

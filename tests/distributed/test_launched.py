@@ -114,7 +114,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (TORCHRUN | {"RANK": "9" * 5000}, f"RANK='{'9' * 40}' is not a number from 0 on"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 on"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_ADDR:MASTER_PORT='n1:70000' is not host"),
-        (TORCHRUN | {"MASTER_ADDR": "http://h"}, "MASTER_PORT='http://h:29500' is not host:port, as"),
+        (TORCHRUN | {"MASTER_ADDR": "http://h"}, "MASTER_PORT='http://h:29500' is not host:port"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "number 2 of 2 on its host: correct LOCAL_RANK or LOCAL"),
         (OURS | {"ZEROJAX_COORDINATOR": "n1"}, "ZEROJAX_COORDINATOR='n1' is not host:port"),
         (MPI, "Open MPI started this process, but nothing says where process 0 listens"),

@@ -25,7 +25,8 @@ def test_host_and_port() -> None:
         (f"{NAME}:4000", 2, "127.0.0.1:4000"),
         ("[::1]:4000", 2, "[::1]:4000"),
         (f"{NAME}:4000", 1, "[::]:4000"),  # as Debian names a host to itself
-        ("192.0.2.1:4000", 2, "[::]:4000"),
+        ("192.0.2.1:4000", 2, "[::]:4000"),  # of another machine, which passes on
+        ("no-such-name.invalid:4000", 1, "[::]:4000"),
     ],
 )
 def test_only_this_machine_is_let_in_where_that_is_enough(
@@ -35,6 +36,16 @@ def test_only_this_machine_is_let_in_where_that_is_enough(
     assert where_to_listen(me) == place
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:5")
     assert where_to_listen(me) == "10.0.0.1:5"
+
+
+def test_other_machines_are_let_in_at_the_address_that_they_were_given() -> None:
+    with socket.socket(type=socket.SOCK_DGRAM) as packets:
+        try:
+            packets.connect(("192.0.2.77", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        own = packets.getsockname()[0]
+    assert where_to_listen(Launched(f"{own}:4000", 2, 0, 1, 0, "torchrun")) == f"{own}:4000"
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ ROOT = Path(__file__).parents[2]
 
 # What init_distributed does for the launcher, and words that the scripts below share.
 HEAD = """
-import os, signal, subprocess, sys, time
+import atexit, os, signal, subprocess, sys, time
 def until(path):
     while not os.path.exists(path):
         time.sleep(0.02)
 me = int(os.environ["ZEROJAX_PROCESS_ID"])
 run_dir = os.environ["ZEROJAX_RUN_DIR"]
 open(f"{run_dir}/joined.{me}", "w").close()
+atexit.register(lambda: open(f"{run_dir}/ended.{me}", "w").close())
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")
 say("pid", os.getpid())

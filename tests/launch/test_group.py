@@ -260,6 +260,15 @@ def test_a_script_that_never_joins_is_an_error(tmp_path: Path) -> None:
     assert launched(tmp_path, script, "--nproc-per-node=1").status == 0
 
 
+@pytest.mark.parametrize("others", ["time.sleep(3600)", "time.sleep(1); os.abort()"])
+def test_a_process_that_leaves_early_with_status_0_is_named(tmp_path: Path, others: str) -> None:
+    script = f"os._exit(0) if me == 1 else None; {others}"
+    told = launched(tmp_path, script, "--nproc-per-node=3")
+    assert told.status == 1, told.err
+    assert "process 1 ended first, with status 0, before the end of its script" in told.err
+    assert launched(tmp_path, "time.sleep(me); os._exit(0)", "--nproc-per-node=2").status == 0
+
+
 def test_stacks_of_a_watchdog_are_kept(tmp_path: Path) -> None:
     script = "open(f'{run_dir}/stacks.{me}', 'w').close(); sys.exit(76)"
     told = launched(tmp_path, script, "--nproc-per-node=2", patch=PATIENT)

@@ -22,13 +22,25 @@ def split(address: str) -> tuple[str, int]:
 
 
 def where_to_listen(me: Launched) -> str:
-    """Returns the address at which process 0 listens: a loopback address for a job on one host."""
+    """Returns the address at which process 0 listens: that by which the others reach it.
+
+    All addresses of the host, ``[::]``, where that is not known: the name is that of a proxy, has
+    several addresses, or is a loopback address only here.
+    """
     host, port = split(me.coordinator)
-    chosen = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    if chosen is None and is_loopback(host) and (host == "localhost" or me.local_count == me.count):
-        address = min(socket.getaddrinfo(host, port))[4][0]  # IPv4 first
-        return f"[{address}]:{port}" if ":" in str(address) else f"{address}:{port}"
-    return chosen or f"[::]:{port}"
+    if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return chosen
+    addresses: list[str] = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(each[4][0]) for each in sorted(found)]  # IPv4 first
+    if addresses and is_loopback(host):
+        is_certain = host == "localhost" or me.local_count == me.count
+    else:
+        is_certain = len(addresses) == 1 and _is_own(addresses[0])
+    if not is_certain:
+        return f"[::]:{port}"
+    return f"[{addresses[0]}]:{port}" if ":" in addresses[0] else f"{addresses[0]}:{port}"
 
 
 def unreachable(me: Launched, seconds: float = 20.0) -> str:
@@ -51,6 +63,14 @@ def unreachable(me: Launched, seconds: float = 20.0) -> str:
         "processes run on several hosts: name the host of process 0 by an address that the others "
         f"reach (`hostname -I` there); where /etc/hosts maps {host} to 127.*, correct the line"
     )
+
+
+def _is_own(address: str) -> bool:
+    with contextlib.suppress(OSError):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        socket.create_server((address, 0), family=family).close()
+        return True
+    return False
 
 
 def _listens(host: str, port: int, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -64,7 +65,7 @@ def init_distributed(
       >>> zerojax.init_distributed()  # the only process: nothing happens
     """
     if jax.distributed.is_initialized():
-        leave("joined", jax.process_index())
+        _leave_joined(jax.process_index())
         return
     me = launched({**os.environ, **ray_train_variables()})
     if me is None:
@@ -102,8 +103,14 @@ def init_distributed(
     devices = json.dumps(devices_here(jax.local_devices()))
     received = exchange("the devices of each process", devices, timeout)
     _refuse_in_all(unequal_devices([json.loads(each) for each in received]))
-    leave("joined", me.index)
+    _leave_joined(me.index)
     watchdog()
+
+
+def _leave_joined(index: int) -> None:
+    """Tells the launcher that this process has joined, and later that its script has ended."""
+    leave("joined", index)
+    atexit.register(leave, "ended", index)
 
 
 def _refuse(problems: list[str]) -> None:

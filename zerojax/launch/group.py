@@ -20,6 +20,7 @@ PREEMPTED = 75
 STALLED = 76
 _LAGGING_SECONDS = 15.0  # for mpirun to end once a machine has failed
 _READER_SECONDS = 5.0  # for the reader of the output, once the launcher is asked to end
+_EARLY_SECONDS = 5.0  # for the others, once a process has ended without the end of its script
 
 
 class Process(NamedTuple):
@@ -33,8 +34,8 @@ class Process(NamedTuple):
       cpus: The CPUs that the process may use; None: the CPUs of the launcher.
       stdin: Whether the process has the launcher's standard input.
       log: File for the process's output.
-      joined: File that must exist when the process ends with status 0; otherwise the end is a
-        failure.
+      joined: File ``joined.N`` that must exist when the process ends with status 0; otherwise the
+        end is a failure. A file ``ended.N`` beside it says that the script has ended.
       error: File with the time and the traceback of the exception that ended the process.
       relays: Whether the process forwards the output, and the failures, of other launchers.
     """
@@ -102,6 +103,7 @@ class Group:
         self._running: dict[int, Process] = {}
         self._ended: list[EndedProcess] = []
         self._failed: EndedProcess | None = None
+        self._early: EndedProcess | None = None
         self._asked: signal.Signals | None = None
         self._kill_at: float | None = None
         self._late: list[str] = []
@@ -171,6 +173,8 @@ class Group:
         # mpirun does not end by itself if a machine is cut off.
         if self._kill_at is None and self._reported():
             self._kill_at = time.monotonic() + _LAGGING_SECONDS
+        if self._kill_at is None and self._early and time.time() > self._early.at + _EARLY_SECONDS:
+            self._fail(self._early)
         timeout = 1.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
         received = signal.sigtimedwait(signals, timeout)
         # After SIGSTOP and SIGCONT Python returns a signal that was never sent.
@@ -213,18 +217,23 @@ class Group:
     def _note(self, ended: EndedProcess) -> None:
         """Handles a process that ended by itself, or when asked."""
         self._ended.append(ended)
-        now = time.monotonic()
         if self._failed is not None or self._asked == signal.SIGINT:
             return
         if ended.code == PREEMPTED and self._asked is None and self._kill_at is None:
-            self._kill_at = now + self._grace  # all leave together
+            self._kill_at = time.monotonic() + self._grace  # all leave together
         elif self._is_failure(ended):
-            self._failed = ended
-            if self._asked is not None:  # the others may be saving
-                return
-            self._kill_at = now + self._ending
-            if ended.code != STALLED:  # the others' watchdogs write their stacks
-                self._signal(signal.SIGTERM)
+            self._fail(ended)
+        elif self._asked is None and self._early is None and _is_early(ended):
+            self._early = ended  # the others may be about to end so too
+
+    def _fail(self, ended: EndedProcess) -> None:
+        """Ends the others, because a process has failed."""
+        self._failed = ended
+        if self._asked is not None:  # the others may be saving
+            return
+        self._kill_at = time.monotonic() + self._ending
+        if ended.code != STALLED:  # the others' watchdogs write their stacks
+            self._signal(signal.SIGTERM)
 
     def _is_failure(self, ended: EndedProcess) -> bool:
         if ended.code == 0:
@@ -262,6 +271,8 @@ class Group:
             return Failure(time.time(), 128 + signal.SIGKILL, why, "")
         if self._failed is None:
             return None
+        if self._early is not None:  # the others missed that process
+            return self._failure(self._early)
         candidates = [self._failed]
         if self._failed.code != -signal.SIGKILL:  # a kill explains the exceptions
             candidates += [each for each in self._ended if each.code > 0 and _error(each)[1]]
@@ -273,8 +284,15 @@ class Group:
     def _failure(self, ended: EndedProcess) -> Failure:
         process = ended.process
         if ended.code == 0:
-            why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
-            return Failure(ended.at, 2, why, "", again=False)
+            if ended is not self._early:
+                why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
+                return Failure(ended.at, 2, why, "", again=False)
+            why = (
+                f"{process.name} ended first, with status 0, before the end of its script and "
+                "while others ran (os._exit(0), or what ends a process as it does): let the script "
+                "end in all processes, or end with another status"
+            )
+            return Failure(ended.at, 1, why, "")
         verb = "ended" if process.relays else "failed first"
         why = f"{process.name} {verb}: {_ending(ended.code)}"
         at, text = _error(ended)
@@ -284,6 +302,13 @@ class Group:
             text = tail[start:] if start >= 0 else ""
         text = "".join(f"{process.prefix}{line}\n" for line in text.splitlines())
         return Failure(at or ended.at, descent.shell_status(ended.code), why, text)
+
+
+def _is_early(ended: EndedProcess) -> bool:
+    """Returns whether a process ended with status 0, but without the end of its script."""
+    if ended.code != 0 or (joined := ended.process.joined) is None:
+        return False
+    return not joined.with_stem("ended").exists()
 
 
 def _error(ended: EndedProcess) -> tuple[float, str]:

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import Any
 
 import jax
 import numpy as np
@@ -109,7 +110,7 @@ def are_computed(values: Iterable[object]) -> bool:
     return all(_without_key(x).is_ready() for x in values if isinstance(x, jax.Array))
 
 
-def _without_key(x: jax.Array) -> jax.Array:
+def _without_key(x: jax.Array) -> Any:
     """Returns the numbers of random keys, and another array as it is."""
     is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x

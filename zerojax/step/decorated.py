@@ -119,9 +119,8 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
                 if isinstance(x, np.ndarray | jax.Array) and x.size <= _COMPARED
             }
             self._lockstep.note(f"{name}({', '.join([state, *numbers])})", arrays)
-        if jax.process_count() > 1:
-            static = {name: _form(x) for name, x in leaves.items() if isinstance(x, Constant)}
-            self._forms.agree(call.roles.described | static)
+        static = {name: _form(x) for name, x in leaves.items() if isinstance(x, Constant)}
+        self._forms.agree(call.roles.described | static)
 
     def _compare(
         self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]

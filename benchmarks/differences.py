@@ -100,7 +100,8 @@ def judged(difference: Difference, outcome: Outcome) -> tuple[str, str]:
         return "other losses, silently", f"silent: losses differ by {worst:.1e}"
     errors = re.findall(r"^\[\d\] [a-z_.]*(\w*(?:Error|Missing)): ([^`]*)", outcome.text, re.M)
     said = ": ".join(errors[0]) if errors else outcome.text[-300:]
-    said = re.sub(r"\s*\n\[\d\]\s*", " ", said).partition(" ----")[0][:SHOWN]
+    said = re.sub(r"\s*\n\[\d\]\s*", " ", said)
+    said = re.split(r" ----| Traceback| zerojax\.|\n", said)[0][:SHOWN]
     slow = f"{outcome.seconds:.0f} s" if outcome.seconds > MOST else ""
     return said, slow
 

@@ -78,8 +78,8 @@ FURTHER: dict[str, Callable[[], dict[str, Any]]] = {  # arrays of JAX only once 
     "a static argument": lambda: {"mode": "sum"},
     "a number": lambda: {"rate": 0.5},
     "an array for a number": lambda: {"rate": jnp.ones(())},
-    "the value of a host array": lambda: {"noise": np.float32([0.5])},
-    "the value of an array": lambda: {"noise": jnp.float32([0.5])},
+    "the value of a host array": lambda: {"noise": np.full(1, 0.5, np.float32)},
+    "the value of an array": lambda: {"noise": jnp.full(1, 0.5, np.float32)},
     "a weak type": lambda: {"noise": jnp.full((1,), 0.0)},
     "dtype of an argument": lambda: {"noise": np.zeros(1, np.float16)},
     "order of keywords": dict,
@@ -194,7 +194,7 @@ def train(difference: Difference, process: int, zero: zerojax.Zero) -> Iterator[
             raise RuntimeError("no rows are left")
         if now and kind == "sys.exit(0)":
             sys.exit(0)
-        more = {"rate": 1.0, "noise": np.zeros(1, np.float32), "mode": "mean"}
+        more: dict[str, Any] = {"rate": 1.0, "noise": np.zeros(1, np.float32), "mode": "mean"}
         args: tuple[Any, ...] = (batch,)
         if now:
             more |= FURTHER.get(kind, dict)()
@@ -217,7 +217,7 @@ def main() -> None:
     difference = Difference(**json.loads(sys.argv[1]))
     zerojax.init_distributed()
     process = jax.process_index()
-    config = {"stage": difference.stage, "stage3_param_persistence_threshold": 0}
+    config: dict[str, Any] = {"stage": difference.stage, "stage3_param_persistence_threshold": 0}
     config["gradient_accumulation_steps"] = difference.micro_batches
     if process == difference.who:
         config |= SETUP.get(difference.kind, {})

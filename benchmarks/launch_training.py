@@ -64,7 +64,8 @@ def loss_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def linen_loss(params: Any, batch: dict[str, Any]) -> jax.Array:
-    return loss_of(MODEL.apply({"params": params}, batch["x"]), batch["y"])
+    logits: Any = MODEL.apply({"params": params}, batch["x"])
+    return loss_of(logits, batch["y"])
 
 
 def step_of_train_state(state: TrainState, batch: dict[str, Any]) -> Any:

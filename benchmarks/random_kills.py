@@ -13,6 +13,7 @@ import random
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frame import Answer, Table, argument, question
@@ -134,7 +135,8 @@ def main(options: argparse.Namespace) -> Answer:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    rows, problems = [("form", "kills", *MOMENTS, "lost", "at the end")], []
+    rows: list[Sequence[str]] = [("form", "kills", *MOMENTS, "lost", "at the end")]
+    problems: list[str] = []
     for form, processes in (*((form, 1) for form in FORMS[1:]), (FORMS[0], 2)):
         name = form + f", {processes} processes" * (processes > 1)
         (alone := folder / name / "alone").mkdir(parents=True)

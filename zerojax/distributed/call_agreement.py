@@ -63,8 +63,6 @@ class CallAgreement:
           ValueError: Another process passes another form; the message has what differs.
           ProcessesMissing: A process did not come to the call.
         """
-        if jax.process_count() == 1:
-            return
         text = json.dumps(form)
         with self._lock:
             if text != self._form:  # the next round begins once the thread has compared the last

@@ -14,6 +14,7 @@ import numpy as np
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.launched import LaunchError
 from zerojax.distributed.roll_call import by_value
+from zerojax.xla.types import PyTree
 
 _PATIENCE = 600.0  # s
 _SENT, _SHOWN = 10_000, 200
@@ -109,7 +110,7 @@ def are_computed(values: Iterable[object]) -> bool:
     return all(_without_key(x).is_ready() for x in values if isinstance(x, jax.Array))
 
 
-def _without_key(x: jax.Array) -> jax.Array:
+def _without_key(x: PyTree) -> PyTree:
     """Returns the numbers of random keys, and another array as it is."""
     is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x

@@ -119,9 +119,8 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
                 if isinstance(x, np.ndarray | jax.Array) and x.size <= _COMPARED
             }
             self._lockstep.note(f"{name}({', '.join([state, *numbers])})", arrays)
-        if jax.process_count() > 1:
-            static = {name: _form(x) for name, x in leaves.items() if isinstance(x, Constant)}
-            self._forms.agree(call.roles.described | static)
+        static = {name: _form(x) for name, x in leaves.items() if isinstance(x, Constant)}
+        self._forms.agree(call.roles.described | static)
 
     def _compare(
         self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
@@ -180,7 +179,7 @@ _COMPARED = 1024  # elements of an array whose values are compared at each call
 _NUMBERS = (bool, int, float, complex, str, np.generic)
 
 
-def _named(call: Call) -> dict[str, object]:
+def _named(call: Call) -> dict[str, PyTree]:
     """Returns the leaves of the batch and of the further arguments of a call by name."""
     roles, given = call.roles, (call.batch, (call.args, call.kwargs))
     if roles.names is None:
@@ -193,7 +192,7 @@ def _named(call: Call) -> dict[str, object]:
     return dict(zip(roles.names, jax.tree.leaves(given), strict=True))
 
 
-def _shared_values(named: dict[str, object]) -> dict[str, object]:
+def _shared_values(named: dict[str, PyTree]) -> dict[str, object]:
     """Returns the values that all processes must share: scalars of the batch, further arguments."""
     return {
         name: x.value if isinstance(x, Constant) else x

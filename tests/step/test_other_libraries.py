@@ -68,7 +68,7 @@ def test_a_setting_that_is_no_static_field() -> None:
     with pytest.raises(TypeError) as caught:
         zero_for(3)(equinox_step)(model, TX.init(eqx.filter(model, eqx.is_inexact_array)), BATCH)
     [note] = [note for note in caught.value.__notes__ if "zerojax" in note]
-    assert "(model).width" in note
+    assert "['0 (model)'].width" in note
     assert "eqx.field(static=True)" in note
 
 

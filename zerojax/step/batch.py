@@ -140,13 +140,12 @@ class BatchLayout(BatchPlacer):
         if self.sizes.accumulation == 1:
             return
         rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)}
-        further = (*enumerate(call.args), *call.kwargs.items())
-        data = [(f"[{slot!r}]", x) for slot, x in further if not is_part(x, call.objects)]
-        leaves = [(at, *leaf) for at, x in data for leaf in jax.tree_util.tree_leaves_with_path(x)]
-        for at, path, x in leaves:
+        args = [None if is_part(x, call.objects) else x for x in call.args]
+        kwargs = {k: x for k, x in call.kwargs.items() if not is_part(x, call.objects)}
+        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if is_array(x) and np.ndim(x) and (n := np.shape(x)[0]) in rows:
                 raise ValueError(
-                    f"the further argument {at}{jax.tree_util.keystr(path)} has the shape "
+                    f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
                     f"{np.shape(x)}, with the {n} rows of the batch, which is cut into "
                     f"{self.sizes.accumulation} micro-batches: make it part of the batch, as "
                     "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "

@@ -109,15 +109,9 @@ def find_state(
 
 def _note_numbers(arguments: Mapping[str, PyTree], error: Exception) -> None:
     """Adds to JAX's error about a traced number the fields of arguments that may be meant."""
-    if not isinstance(error, jax.errors.JAXTypeError) and "concrete values" not in str(error):
-        return
-    numbers = [
-        f"{name}{jax.tree_util.keystr(path)}"
-        for name, x in arguments.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(x)
-        if isinstance(leaf, int | float)
-    ]
-    if numbers:
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    numbers = [jax.tree_util.keystr(at) for at, x in leaves if isinstance(x, int | float)]
+    if numbers and (isinstance(error, jax.errors.JAXTypeError) or "concrete" in str(error)):
         error.add_note(
             f"zerojax traces the numbers {', '.join(numbers[:3])}, as jax.jit does. Make a number "
             "that is a setting static: eqx.field(static=True), flax.struct.field(pytree_node="

@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -52,6 +53,23 @@ def test_equinox(stage: int, k: int, step: Any) -> None:
     assert isinstance(got[0], eqx.nn.MLP)
     pairs = (got, trained(PLAIN, equinox_create(KEY)))
     assert_near(*(host(eqx.filter(x, eqx.is_array)) for x in pairs), TOLERANCE["float32"])
+
+
+class Wide(eqx.Module):  # type: ignore[misc]
+    w: jax.Array
+    width: int
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w + jnp.zeros(self.width)
+
+
+def test_a_setting_that_is_no_static_field() -> None:
+    model = Wide(jnp.ones((8, 4)), 4)
+    with pytest.raises(TypeError) as caught:
+        zero_for(3)(equinox_step)(model, TX.init(eqx.filter(model, eqx.is_inexact_array)), BATCH)
+    [note] = [note for note in caught.value.__notes__ if "zerojax" in note]
+    assert "['0 (model)'].width" in note
+    assert "eqx.field(static=True)" in note
 
 
 @pytest.mark.slow

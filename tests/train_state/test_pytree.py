@@ -326,6 +326,16 @@ class TestRoles:
         got = zero_for(2)(step, batch_argnums=(2, 3))(*given)
         assert_near(arrays(got), arrays(jax.jit(step)(*given)), TOLERANCE["float32"])
 
+    def test_the_one_array_that_can_be_the_batch(self) -> None:
+        """An autoencoder's result has the form of its rows."""
+
+        def step(params: Any, opt_state: Any, x: Any, key: Any) -> Any:
+            return *updated(params, opt_state, {"x": x, "y": x}), 2 * x
+
+        given = *params_and_opt_state(), BATCH["x"], jax.random.PRNGKey(0)
+        got = zero_for(3)(step)(*given)
+        assert_near(arrays(got), arrays(jax.jit(step)(*given)), TOLERANCE["float32"])
+
 
 class TestMemory:
     """A step takes over what zerojax has made, and nothing else."""

@@ -338,7 +338,9 @@ class States:
                 self.owned.add(state)
             return state
 
-    def _require_alike(self, lower: Callable[[], object], args: tuple[PyTree, ...]) -> None:
+    def _require_alike(
+        self, lower: Callable[[], jax.stages.Lowered], args: tuple[PyTree, ...]
+    ) -> None:
         """Rejects a state that is not the same in all processes."""
         if calls := lockstep(self.mesh):
             calls.note("zero.init")

@@ -59,6 +59,7 @@ def find_state(
             results = _shapes_of_results(function, given, free)
     except (TypeError, ValueError) as error:  # of shapes with an extra dimension, say
         check_one_copy(by_name(free), error)
+        _note_numbers(by_name(free), error)
         raise
     candidates = [slot for slot in free if slot not in batch and _may_be_state(given[slot])]
     forms = {slot: form_of(given[slot]) for slot in candidates}
@@ -77,8 +78,11 @@ def find_state(
     before = [slot for slot in single if slot in early] or ([] if containers else single)
     if containers and not batch:
         alike = [slot for slot in alike if not _is_bare(given[slot])]
-        # The single arrays belong to the state, or a result has the batch's form by chance.
-        slots, ambiguous = containers, before
+        # The single arrays belong to the state, or a result has the batch's form by chance, as an
+        # autoencoder's has. The one array that can be the batch is the batch.
+        rows = [x for x in free if may_be_batch(given[x]) and not is_key(given[x])]
+        is_batch = len(single) == 1 and [x for x in rows if x not in containers] == single
+        slots, ambiguous = containers, [] if is_batch else before
     else:
         slots, ambiguous = [slot for slot in back if slot in (*containers, *before)], []
     check_one_copy(by_name(slots))
@@ -101,6 +105,18 @@ def find_state(
             f"return the new state, or name it, zero({name}, state_argnums=(...))."
         )
     return slots
+
+
+def _note_numbers(arguments: Mapping[str, PyTree], error: Exception) -> None:
+    """Adds to JAX's error about a traced number the fields of arguments that may be meant."""
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    numbers = [jax.tree_util.keystr(at) for at, x in leaves if isinstance(x, int | float)]
+    if numbers and (isinstance(error, jax.errors.JAXTypeError) or "concrete" in str(error)):
+        error.add_note(
+            f"zerojax traces the numbers {', '.join(numbers[:3])}, as jax.jit does. Make a number "
+            "that is a setting static: eqx.field(static=True), flax.struct.field(pytree_node="
+            "False), or static_argnums for an argument."
+        )
 
 
 def _shapes_of_results(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,11 +123,13 @@ def has_form(
 def is_part(x: PyTree, objects: Sequence[PyTree]) -> bool:
     """Returns whether a container has the tree, shapes and dtypes of one of several objects, or of
     a part of one, as a target network has those of the parameters."""
-    tree = jax.tree.structure(x)
+    tree: jax.tree_util.PyTreeDef = jax.tree.structure(x)
     if jax.tree_util.treedef_is_leaf(tree):
         return False
-    parts = [y for o in objects for y in jax.tree.leaves(o, is_leaf=lambda y, o=o: y is not o)]
-    alike = (part for part in (*objects, *parts) if jax.tree.structure(part) == tree)
+    parts = [*objects]
+    for parent in objects:
+        parts += jax.tree.leaves(parent, is_leaf=functools.partial(operator.is_not, parent))
+    alike = (part for part in parts if tree == jax.tree.structure(part))
     return any(form_of(part) == form_of(x) for part in alike)
 
 

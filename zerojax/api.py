@@ -253,6 +253,7 @@ class Zero(Summarized):
         state: S = self.states.abstract(create_state, *args)
         return state
 
+    @compat.with_short_traceback
     def plan(self, *state: PyTree) -> Plan:
         """Returns the sharding of a state over the devices, with the reasons.
 

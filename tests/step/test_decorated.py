@@ -3,6 +3,10 @@
 import inspect
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax.training.train_state import TrainState
 
@@ -40,3 +44,26 @@ def test_a_method_is_bound_once_an_instance() -> None:
     assert one.score is one.score
     assert one.step is not other.step
     assert type(one.step) is type(Trainer.step)
+
+
+@pytest.mark.parametrize("kind", ["step", "step without results", "evaluation"])
+def test_two_programs_at_most_are_in_flight_on_virtual_devices(kind: str) -> None:
+    """XLA ends the process if one device waits 40 s behind many of them."""
+    zero = zerojax.zero(stage=3)
+
+    def step(state: TrainState, batch: Any) -> Any:
+        w = state.params["w"]
+        loss = jax.lax.fori_loop(0, 50, lambda _, x: jnp.tanh(x @ w), batch).sum()
+        if kind == "evaluation":
+            return loss
+        new = state.apply_gradients(grads={"w": w + loss})
+        return new if kind == "step without results" else (new, loss)
+
+    call = (zero.evaluate if kind == "evaluation" else zero)(step)
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((512, 512))}, tx=optax.sgd(0.1))
+    batch, results = np.ones((64, 512), np.float32), list[jax.Array]()
+    for _ in range(8):
+        out = call(state, batch)
+        state = out if kind == "step without results" else state if kind == "evaluation" else out[0]
+        results.append(jax.tree.leaves(out)[-1])
+        assert all(x.is_deleted() or x.is_ready() for x in results[:-2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 from etils import epath
 
@@ -96,7 +96,7 @@ class Retention:
         return [step for step in steps if step not in kept]
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: SupportsFloat | str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import os
 import re
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Self
@@ -100,7 +102,7 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
       CheckpointError: gcsfs is missing, or the bucket does not answer.
     """
     try:
-        import fsspec.asyn
+        import fsspec
         import gcsfs  # noqa: F401
     except ImportError:
         raise CheckpointError(
@@ -109,16 +111,19 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
         ) from None
     # Tensorstore and other processes write to the bucket too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-    system = fsspec.filesystem("gs", finalize_on_close=True)  # that of etils
-    try:
-        fsspec.asyn.sync(system.loop, system._exists, os.fspath(path), timeout=seconds)
-    except fsspec.FSTimeoutError:
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # a refusal is reported where it is met
+            path.exists()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if asking.is_alive():
         raise CheckpointError(
             f"directory: {path} does not answer within {seconds:g} s: look at the network, and at "
             "the credentials (`gcloud storage ls` lists the bucket where both are right)"
-        ) from None
-    except OSError:
-        pass  # what it refuses is reported where it is asked for
+        )
     return path
 
 

@@ -53,6 +53,7 @@ class Evaluation(Decorated[P, R]):
             out = put_back(out, call.objects)
         if watchdog:
             watchdog.ran(out)
+        self._limit_in_flight(out)
         if names:
             out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return out  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -25,6 +26,7 @@ from zerojax.step.call import Call, Constant, Form, RearrangedFunction
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
+from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
 
@@ -46,6 +48,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         self._arguments, self._states, self._attribute = arguments, states, arguments.name
         self._programs: dict[Hashable, Any] = {}
         self._compared: set[object] = set()
+        self._in_flight: deque[PyTree] = deque()
         self._forms = CallAgreement(arguments.name)
 
     def summary(self) -> Summary:
@@ -76,6 +79,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
     def _with(self, arguments: Arguments) -> Self:
         """Returns an object like this one for another function."""
 
+    @compat.with_short_traceback
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Lowers the function for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
 
@@ -90,6 +94,27 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         if process_watchdog:
             process_watchdog.begin()
         return process_watchdog
+
+    @functools.cached_property
+    def _is_on_virtual_devices(self) -> bool:
+        local = self._states.mesh.local_devices
+        return len(local) > 1 and local[0].platform == "cpu"
+
+    def _limit_in_flight(self, out: PyTree, state: PyTree = ()) -> None:
+        """Waits, on virtual devices of a CPU, until at most two programs are in flight.
+
+        XLA ends the process when one device waits 40 s for another in a collective, as it may
+        behind many programs.
+
+        Args:
+          out: The results of the program just started, without those that the next takes over.
+          state: Arrays of its new state, to wait for if there are no other results.
+        """
+        if self._is_on_virtual_devices:
+            results = [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
+            self._in_flight.append(results[:1])
+            oldest = self._in_flight.popleft() if len(self._in_flight) > 2 else []
+            jax.block_until_ready([x for x in oldest if not x.is_deleted()] if results else state)
 
     @functools.cached_property
     def _lockstep(self) -> Lockstep | None:

@@ -101,6 +101,7 @@ class Step(Decorated[P, R]):
             objects, out = self._run(call, explicit, found)
         if watchdog:
             watchdog.ran(out)
+        self._limit_in_flight(out, self._numbers)
         if explicit:
             out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
@@ -286,6 +287,7 @@ class Step(Decorated[P, R]):
         with self._checked(args, kwargs, self._program) as (program, parts, call):
             yield from program.lowered(parts, call.batch, call.args, call.kwargs)
 
+    @compat.with_short_traceback
     def collectives(self, *args: PyTree, **kwargs: PyTree) -> CollectivesTable:
         """Returns the collectives that zerojax requests for a step, without compiling the step.
 

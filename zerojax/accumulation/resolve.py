@@ -68,7 +68,7 @@ def analyse(
             return Analysis(global_flat, micro_flat, given, choices, hopeful=False), choices
 
 
-def _upstream(flat: Flat, analysis: Analysis, statistics: Collection[Path]) -> set[Path]:
+def _upstream(flat: Flat, analysis: Analysis, statistics: set[Path]) -> set[Path]:
     """Returns the reductions on which statistics depend through rows, such as the mean of a
     variance."""
     graph, found = graph_of(flat), set[Path]()

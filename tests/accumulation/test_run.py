@@ -311,15 +311,6 @@ def test_the_batchs_size_as_a_number_is_named(reshaped: Any, stage: int, k: int)
     [
         (
             lambda s, b: (
-                s.apply_gradients(
-                    grads=jax.grad(lambda p: jnp.sqrt(losses("sum")(p, b)))(s.params)
-                ),
-                0,
-            ),
-            ["state.params['a']", "uses a number computed from all rows", "test_run.py:", "to 1"],
-        ),
-        (
-            lambda s, b: (
                 s.apply_gradients(grads=jax.grad(losses("sum"))(s.params, b)).replace(
                     average=b["x"]
                 ),

@@ -139,7 +139,7 @@ class BatchLayout(BatchPlacer):
         """
         if self.sizes.accumulation == 1:
             return
-        rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)}
+        rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)} - {None}
         given = dict(zip(call.roles.further, (*call.args, *call.kwargs.values()), strict=True))
         alike = {
             slot: [x for x in jax.tree.leaves(value) if _rows(x) in rows]

@@ -212,6 +212,8 @@ def _equal_or_counting(value: Any, use: Equation) -> core.ClosedJaxpr | None:
     """Returns a program for an array that holds one number, or counts up from 0 along a dimension,
     such as ``np.ones`` and ``np.arange``, at the line of its ``use``; None for others. Its equation
     may have rows of the batch, which a constant may not have."""
+    if isinstance(value, jax.core.Tracer):
+        return None
     known = isinstance(value, np.ndarray) or getattr(value, "is_fully_addressable", False)
     if not known or not 1 < value.size <= _SMALL or value.dtype.kind not in "biuf":
         return None

@@ -431,7 +431,8 @@ def zero(
         raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
     both = {"check_finite": check_finite, "accumulate_statistics": accumulate_statistics}
-    if given := {name: value for name, value in both.items() if value is not None}:
+    given: dict[str, Any] = {name: value for name, value in both.items() if value is not None}
+    if given:
         notes = tuple(note for note in resolved.notes if note.key not in given)
         resolved = dataclasses.replace(resolved, **given, notes=notes)
     if resolved.autotuning:

@@ -18,6 +18,7 @@ from zerojax.accumulation.equation_analysis import (
     LASTS,
     LOOPS,
     MIXES,
+    SIZES,
     Choices,
     EquationAnalysis,
     Path,
@@ -37,7 +38,7 @@ from zerojax.accumulation.kinds import (
     together,
 )
 from zerojax.accumulation.lines import line, where
-from zerojax.accumulation.pairs import EquationPair, Sizes, pairs, scaled
+from zerojax.accumulation.pairs import EquationPair, Sizes, other_literals, pairs, scaled
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations
 
@@ -78,6 +79,7 @@ class Analysis(EquationAnalysis):
             sizes = Sizes(n, m, neighbours)
         super().__init__(sizes, choices, hopeful)
         self.literals: set[Path] = set()
+        self._global = set[Path]()  # equations of numbers of rows that are the global batch's
         self.kinds: dict[Atom, RowKind] = {}
         self.pairs: list[EquationPair] = []
         self._bound, self._inside = global_flat.bound, dict[Path, Equation]()
@@ -127,7 +129,7 @@ class Analysis(EquationAnalysis):
             if path:
                 self._inside[here] = eqn
             later = backward or jaxprs.is_transposed(eqn)
-            outs = self._equation(pair, kinds, here, later)
+            outs = self._sized(pair, kinds, here, self._equation(pair, kinds, here, later))
             for v, kind in zip(eqn.outvars, outs, strict=True):
                 if not path:  # the step itself
                     kind = FIXED if v in self.choices.first else kind.but(home=v)
@@ -135,6 +137,24 @@ class Analysis(EquationAnalysis):
             if any(k.name == "own" or k.index for k in outs):
                 self.literals.add(here)
         return [read(v) for v in global_program.outvars]
+
+    def _sized(self, pair: EquationPair, kinds: Kinds, path: Path, outs: Kinds) -> Kinds:
+        """Follows numbers of rows, such as the divisor of a variance, to their uses: a value of
+        the micro-batch takes the number of its own rows, any other that of the global batch."""
+        sizes = frozenset[Path]().union(*(k.sizes for k in kinds))
+        if all(k.name == "fixed" for k in outs):
+            here = (
+                {path}
+                if any(map(other_literals, pair.global_eqn.invars, pair.micro_eqn.invars))
+                else ()
+            )
+            return [k.but(sizes=sizes.union(here)) for k in outs]
+        is_own = any(k.name == "own" for k in outs)
+        mine, others = (self.literals, self._global) if is_own else (self._global, self.literals)
+        if not sizes.isdisjoint(others):
+            return refused(pair.global_eqn, SIZES)
+        mine |= sizes
+        return outs
 
     def _equation(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """Returns the kinds of an equation's results, by the rule for the kinds of its operands."""
@@ -154,9 +174,8 @@ class Analysis(EquationAnalysis):
             return self._within(pair, kinds, path, backward)
         if has_rows or grows(pair):
             return self.of_rows(pair, kinds, path, backward)
-        nested = len(path) > 1
         if any(k.needs_all_rows for k in kinds):
-            return self.of_numbers(eqn, kinds, nested)
+            return self.of_numbers(eqn, kinds, path, backward)
         if any(k.name == "own" for k in kinds):
             return [RowKind("own", adds=is_sum(eqn, kinds), **together(kinds))] * len(eqn.outvars)
         return self.of_fixed(pair, kinds)

@@ -19,6 +19,7 @@ LOOPS = "loops over the rows and carries numbers along"
 BRINGS = "has an array of the batch's size of its own"
 LASTS = "loops as long as rows of the batch say"
 BENDS = "uses a number computed from all rows within the rows' gradients"
+SIZES = "takes the number of rows both of the micro-batch and of the global batch"
 AFTER = "uses a number computed from all rows within the rows, after their gradients"
 _CREATES = "creates numbers of the batch's size"
 _NUMBERS = "computes with the numbers of rows within the batch, which a micro-batch does not know"
@@ -245,9 +246,9 @@ class EquationAnalysis:
                 outs.append(rows or RowKind("sum", **inherited))
         return outs
 
-    def of_numbers(self, eqn: Equation, kinds: Kinds, nested: bool) -> Kinds:
+    def of_numbers(self, eqn: Equation, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """Returns the kinds of the results of an equation without rows, on reductions over rows or
-        values computed from them."""
+        values computed from them. Inside a loop that is a conflict, as with rows."""
         result = RowKind("global", **together(kinds))
         if any(k.name == "own" for k in kinds):
             if eqn.primitive.name == "select_n" and kinds[0].needs_all_rows:
@@ -262,8 +263,10 @@ class EquationAnalysis:
             total = reduced(eqn, kinds)
             if total is not None:
                 return [total] * len(eqn.outvars)
-        if nested:
-            return refused(eqn, _INSIDE)
+        if len(path) > 1:
+            if not self.hopeful:
+                return refused(eqn, _INSIDE)
+            self.conflicts += [Conflict(k, backward, path) for k in kinds if k.needs_all_rows]
         if eqn.primitive.name == "select_n":
             result = result.but(guarded=tuple(eqn.invars[1:]))
         return [result] * len(eqn.outvars)

@@ -212,8 +212,9 @@ def _equal_or_counting(value: Any, use: Equation) -> core.ClosedJaxpr | None:
     """Returns a program for an array that holds one number, or counts up from 0 along a dimension,
     such as ``np.ones`` and ``np.arange``, at the line of its ``use``; None for others. Its equation
     may have rows of the batch, which a constant may not have."""
-    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    known = isinstance(value, np.ndarray) or (is_array and value.is_fully_addressable)
+    if isinstance(value, jax.core.Tracer):
+        return None
+    known = isinstance(value, np.ndarray) or getattr(value, "is_fully_addressable", False)
     if not known or not 1 < value.size <= _SMALL or value.dtype.kind not in "biuf":
         return None
     array = np.asarray(value)

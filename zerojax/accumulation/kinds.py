@@ -77,6 +77,7 @@ class RowKind:
         other values too; "negative" if it holds whether that index is below 0; "number" if it
         holds another value computed from the index; else empty.
       counted: The equation that makes the indices of rows, as in :class:`Problem`; else empty.
+      sizes: Paths of the equations that compute a "fixed" value from the number of rows.
       learned: True if the value depends on the state of the training.
       node: The reductions over rows that the value is computed from.
       home: The variable of the step (not of an inner program) that holds the value.
@@ -92,6 +93,7 @@ class RowKind:
     index: str = ""
     column: int = 0
     counted: str = ""
+    sizes: frozenset[tuple[int, ...]] = frozenset()
     learned: bool = False
     node: Node | None = None
     home: Atom | None = None
@@ -172,7 +174,9 @@ def join(one: RowKind, other: RowKind, where: str) -> RowKind:
             return layout.but(zero=one.zero and other.zero)
     elif len(names) == 1:
         adds = one.adds and other.adds
-        return one.but(zero=one.zero and other.zero, adds=adds, home=None, **inherited)
+        sizes = one.sizes | other.sizes
+        zero = one.zero and other.zero
+        return one.but(zero=zero, adds=adds, home=None, sizes=sizes, **inherited)
     elif "own" in names and names <= {"own", "fixed"}:
         adds = all(k.adds or k.zero for k in (one, other))
         return RowKind("own", adds=adds, **inherited)

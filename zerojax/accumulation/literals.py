@@ -9,15 +9,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 
-import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import Path
-from zerojax.accumulation.pairs import EquationPair, Sizes, alike_in_shape, other_numbers, pairs
+from zerojax.accumulation.pairs import (
+    EquationPair,
+    Sizes,
+    alike_in_shape,
+    other_literals,
+    other_numbers,
+    pairs,
+)
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation
+from zerojax.xla.types import AnyJaxpr, Equation
 
 
 def with_global_sizes(analysis: Analysis) -> list[Equation]:
@@ -44,9 +50,9 @@ def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Equation:
     eqn = micro_eqn
     if any(changes[name] is not micro_eqn.params[name] for name in changes):
         eqn = eqn.replace(params=micro_eqn.params | changes)
-    if path in analysis.literals or not any(_differ(w, m) for w, m in atoms):
+    if path in analysis.literals or not any(other_literals(w, m) for w, m in atoms):
         return eqn
-    return eqn.replace(invars=[w if _differ(w, m) else m for w, m in atoms])
+    return eqn.replace(invars=[w if other_literals(w, m) else m for w, m in atoms])
 
 
 def changed_rule(analysis: Analysis, rules: Collection[core.Primitive]) -> Equation | None:
@@ -57,7 +63,8 @@ def changed_rule(analysis: Analysis, rules: Collection[core.Primitive]) -> Equat
         for pair in both:
             within = inside or pair.global_eqn.primitive in rules
             if inside and (
-                _counts_rows(pair, analysis.sizes) or any(map(_differ, *(e.invars for e in pair)))
+                _counts_rows(pair, analysis.sizes)
+                or any(map(other_literals, *(e.invars for e in pair)))
             ):
                 return pair.global_eqn
             for w, m in zip(*map(jaxprs.inner, pair), strict=False):
@@ -96,9 +103,3 @@ def _body(
     if all(new is old for new, old in zip(eqns, inside.eqns, strict=True)):
         return micro_jaxpr
     return jaxprs.with_body(micro_jaxpr, inside.replace(eqns=eqns))
-
-
-def _differ(global_atom: Atom, micro_atom: Atom) -> bool:
-    if not (isinstance(global_atom, core.Literal) and isinstance(micro_atom, core.Literal)):
-        return False
-    return not np.ndim(global_atom.val) and bool(global_atom.val != micro_atom.val)

@@ -154,3 +154,10 @@ def scaled(global_aval: Shaped, micro_aval: Shaped) -> list[int]:
     """Returns the dimensions in which an array grows with the number of rows."""
     shapes = zip(global_aval.shape, micro_aval.shape, strict=True)
     return [i for i, (a, b) in enumerate(shapes) if a != b]
+
+
+def other_literals(global_atom: Atom, micro_atom: Atom) -> bool:
+    """Returns whether two atoms are literals of different numbers, such as the number of rows."""
+    if not (isinstance(global_atom, core.Literal) and isinstance(micro_atom, core.Literal)):
+        return False
+    return not np.ndim(global_atom.val) and bool(global_atom.val != micro_atom.val)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from zerojax.accumulation.analysis import Analysis
-from zerojax.accumulation.equation_analysis import Choices
+from zerojax.accumulation.equation_analysis import Choices, Path
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import RowKind
+from zerojax.graph.def_use import graph_of
 
 
 def analyse(
@@ -35,11 +36,12 @@ def analyse(
     owned = set[object]()  # places of equations that compute or read batch statistics
     while True:
         analysis = Analysis(global_flat, micro_flat, given, choices, hopeful=True)
-        statistics = set()
+        statistics = set[Path]()
         for i in rest:
             if (node := analysis.kind(global_flat.outvars[i]).node) is not None:
                 # Reductions of the backward pass are gradients, not batch statistics.
                 statistics |= {r for r in node.roots() if not analysis.backward.get(r)}
+        statistics |= _upstream(global_flat, analysis, statistics)
         # A value that the forward pass combines with rows does not belong to a backward pass.
         forward = set()
         for conflict in analysis.conflicts:
@@ -64,6 +66,26 @@ def analyse(
             return analysis, choices
         if before == (len(choices.first), len(choices.own)):
             return Analysis(global_flat, micro_flat, given, choices, hopeful=False), choices
+
+
+def _upstream(flat: Flat, analysis: Analysis, statistics: set[Path]) -> set[Path]:
+    """Returns the reductions on which statistics depend through rows, such as the mean of a
+    variance."""
+    graph, found = graph_of(flat), set[Path]()
+    places = {path[0] for path in statistics}
+    for conflict in analysis.conflicts:
+        start, roots = conflict.kind.home, conflict.kind.node and conflict.kind.node.roots()
+        if conflict.backward or start is None or not roots or roots <= statistics:
+            continue
+        reached, left = set[int](), [start]
+        while left:
+            for use in graph.users(left.pop()):
+                if (place := graph.place(use.equation)) not in reached:
+                    reached.add(place)
+                    left += use.equation.outvars
+        if not places.isdisjoint(reached):
+            found |= roots
+    return found
 
 
 def _differentiates(place: tuple[object, ...] | None, owned: Collection[object]) -> bool:

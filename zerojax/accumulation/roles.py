@@ -195,22 +195,18 @@ def per_micro_batch(
     return stacked, averaged
 
 
-def refuse_statistics(
-    roles: Roles, analysis: Analysis, carry: Sequence[int], flat: Flat, k: int
-) -> None:
+def refuse_statistics(roles: Roles, analysis: Analysis, flat: Flat, k: int) -> None:
     """Refuses state that follows from statistics of each micro-batch's own rows.
-
-    Args:
-      carry: Positions of the state that each micro-batch passes to the next.
 
     Raises:
       ValueError: Names the state, the line and the remedies.
     """
     if not analysis.owners:
         return
-    kept = [i for i in carry if analysis.kind(flat.outvars[i]).name == "own"] or [*carry]
+    own = (i for i in roles.rest if analysis.kind(flat.outvars[i]).name == "own")
+    first = next(own, roles.rest[0])
     raise ValueError(
-        f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[kept[0]]} keeps "
+        f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[first]} keeps "
         f"statistics with which the rows of the batch compute ({_some(analysis.owners)}), and "
         "those of a micro-batch are other numbers than those of the global batch. Set "
         "gradient_accumulation_steps to 1, or use numbers of each row (LayerNorm or GroupNorm). If "

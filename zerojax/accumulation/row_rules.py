@@ -57,9 +57,15 @@ def _reduce(eqn: Equation, kinds: Kinds) -> RowKind | None:
     if kind.dim not in axes:
         index = "number" if kind.index else ""
         return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False, index=index)
-    if kind.index or eqn.primitive.name not in REDUCES:
+    name = "reduce_sum" if eqn.primitive.name == "psum" else eqn.primitive.name
+    if kind.index or name not in REDUCES:
         return None
-    return RowKind(REDUCES[eqn.primitive.name], learned=kind.learned)
+    return RowKind(REDUCES[name], learned=kind.learned)
+
+
+def _psum(eqn: Equation, kinds: Kinds) -> RowKind | None:
+    """Accepts the sum over an axis of ``jax.vmap`` as that over a dimension."""
+    return _reduce(eqn, kinds) if len(kinds) == 1 else None
 
 
 def _broadcast(eqn: Equation, kinds: Kinds) -> RowKind | None:
@@ -252,6 +258,7 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "fft": _fft,
     "pad": _pad,
+    "psum": _psum,
     "reshape": _reshape,
     "rev": _along("dimensions"),
     "slice": _slice,

@@ -165,7 +165,7 @@ class MicroBatches:
         dtype: jax.typing.DTypeLike | None,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
-        self._dtype, self._roles = dtype, roles
+        self._dtype, self._roles, self._statistics = dtype, roles, statistics
         flat = flatten(global_jaxpr, roles.learned, roles.batch)
         self._want = [*want] or [None] * len(flat.outvars)
         self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
@@ -181,8 +181,6 @@ class MicroBatches:
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
                 f"depends on the number of rows that it is given ({e}). {e.remedy or _REMEDY}"
             ) from e
-        if not statistics:
-            refuse_statistics(roles, self._divided.analysis, self._divided.split.carry, flat, k)
         warn_of_differences(roles.name, self._divided.analysis, k)
 
     @property
@@ -211,6 +209,8 @@ class MicroBatches:
         small = flat_micro(trace, flat, batch, roles)
         analysis, choices = analyse(flat, small, roles.kinds(flat), roles.rest)
         carry = carried(flat, analysis, roles.rest)
+        if not self._statistics:
+            refuse_statistics(roles, analysis, flat, self._k)
         stacked, averaged = per_micro_batch(flat, analysis, roles, carry, self._k)
         wants, axis = self._wants, self._inserter.axis
         if not self._sharded:

@@ -117,7 +117,7 @@ def split(
         ),
         once=Flat(
             [*global_flat.invars, *early, *chosen.crossing, *last],
-            [eqn for _, eqn in sorted(chosen.eqns.items())],
+            [*map(chosen.eqns.__getitem__, sorted(chosen.eqns))],
             [global_flat.outvars[i] for i in done],
             global_flat.constvars,
             global_flat.consts,

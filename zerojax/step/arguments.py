@@ -189,7 +189,7 @@ class Arguments:
         arguments._static = frozenset(without_self(self._static - removed))
         arguments._donated = frozenset(without_self(self._donated - removed))
         arguments._batch = without_self(self._batch)
-        arguments._state = without_self(self._state)
+        arguments._state = tuple(n - 1 for n in self._state if n)
         arguments._found = {}
         return arguments
 

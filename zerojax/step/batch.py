@@ -192,7 +192,7 @@ class BatchLayout(BatchPlacer):
         )
 
 
-def _rows(x: object) -> int | None:
+def _rows(x: PyTree) -> int | None:
     """Returns the size of an array's first dimension; None for what has none."""
     return np.shape(x)[0] if is_array(x) and np.ndim(x) else None
 

@@ -116,7 +116,7 @@ def evaluate_body(
     # Emit the step with its collectives.
     given = kept.gather(given, choices, setting.inserter)
     if k > 1:
-        several = given_batch if body.function.form.several else ()
+        several = given_batch if setting.function.form.several else ()
         roles = roles_of(body.name, start, batch, shapes, several)
         outs = _micro_batches(setting, trace, closed, batch, roles, specs)(given, replace)
     else:

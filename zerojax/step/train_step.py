@@ -221,6 +221,12 @@ class Step(Decorated[P, R]):
         explicit: Explicit | None,
         function: RearrangedFunction,
     ) -> StepProgram:
+        if not call.form.batch:
+            self._states.warn_once(
+                f"{self._arguments.name} takes no batch: each device computes all of it, on a "
+                "sharded state. Where one of the arguments that come back is the batch, name it "
+                "with batch_argnums"
+            )
         if opened.optimizer_in_step:
             opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
         kind = OffloadedStep if offloads(self._states.config) else ResidentStep

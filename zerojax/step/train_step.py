@@ -200,7 +200,8 @@ class Step(Decorated[P, R]):
         setting, parts = program.setting, flat.parts()
         if setting.write_back is not None:
             setting.write_back(call.objects, parts, setting.tx)
-            return call.objects, updated_objects(call.objects, flat)
+            own = 0 if setting.knows_parameters else len(jax.tree.leaves(parts[:3]))
+            return call.objects, updated_objects(call.objects, flat, own)
         objects = setting.close(parts, setting.tx)
         own_parts = {}
         if setting.any_pytree:

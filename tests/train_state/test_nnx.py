@@ -408,3 +408,21 @@ def test_objects_with_their_optimizers_anywhere(name: str, stage: int) -> None:
 def test_two_optimizers_in_half_precision_are_refused() -> None:
     with pytest.raises(ValueError, match=r"bf16.*one model with one nnx.Optimizer"):
         zerojax.zero(stage=1, bf16=True)(gan_step)(*make_gan(), BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two optimizers", "a trainer"])
+def test_checkpoints_of_objects_with_their_optimizers(name: str, tmp_path: Path) -> None:
+    make, step = STEPS[name]
+    zero, other = zero_for(3), zerojax.zero(stage=1)
+    state = zero.init(make)
+    objects = state if isinstance(state, tuple) else (state,)
+    decorated = zero(step)
+    decorated(*objects, BATCH)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        again = checkpointer.restore(other.abstract_state(make))
+    again = again if isinstance(again, tuple) else (again,)
+    same(nnx.state(again), nnx.state(objects))
+    same(other(step)(*again, BATCH), decorated(*objects, BATCH))

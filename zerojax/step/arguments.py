@@ -319,7 +319,7 @@ class Arguments:
         )
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: PyTree) -> bool:
     """Returns whether an argument is a number, by itself."""
     return isinstance(x, bool) or (is_array(x) and not np.ndim(x))
 

@@ -109,21 +109,16 @@ def _other_dtypes(results: PyTree, candidates: Mapping[str, PyTree]) -> str:
     """Describes the leaves of arguments that come back with other dtypes only."""
     forms = [form_of(x, dtypes=False) for x in candidates.values()]
     found, _ = take_out(results, [has_form(form, dtypes=False) for form in forms])
-    changes = []
-    for i, (name, given) in enumerate(candidates.items()):
-        pairs = zip(
-            jax.tree_util.tree_leaves_with_path(given if i in found else ()),
-            jax.tree.leaves(found.get(i)),
-            strict=True,
+    changes = [
+        f"{name}{jax.tree_util.keystr(path)} comes back as {jnp.result_type(new)}, and was "
+        f"{jnp.result_type(old)}"
+        for i, (name, given) in enumerate(candidates.items())
+        for (path, old), new in zip(
+            jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(found.get(i)), strict=False
         )
-        changes += [
-            f"{name}{jax.tree_util.keystr(path)} comes back as {jnp.result_type(new)}, and was "
-            f"{jnp.result_type(old)}"
-            for (path, old), new in pairs
-            if is_array(old) and jnp.result_type(old) != jnp.result_type(new)
-        ]
-    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
-    return f" {'; '.join(changes[:3])}{more}: cast it back in the step." if changes else ""
+        if is_array(old) and jnp.result_type(old) != jnp.result_type(new)
+    ]
+    return f" {'; '.join(changes[:3])}: cast it back in the step." if changes else ""
 
 
 def _shapes_of_results(

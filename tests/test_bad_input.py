@@ -68,7 +68,7 @@ class TestBatch:
             (batch_of(12), ["leading dimension 12", "divisible by 8", "use 8 or 16"]),
             ({"x": np.ones((0, 8))}, ["empty", "leading dimension"]),
             ({"x": np.float32(1), "y": 2}, ["only scalars", "'x'", "'y'"]),
-            (3.0, ["scalar"]),
+            ([3.0], ["scalar"]),
         ],
     )
     def test_that_does_not_fit(self, batch: Any, says: list[str]) -> None:
@@ -103,7 +103,8 @@ class TestBatch:
         zero = zerojax.zero(stage=3)
         zero(noisy)(make_state(), key, batch_of())
         zero(noisy, batch_argnums=2)(make_state(), key, batch_of())
-        refuses(zero(good_step), make_state(), key, ValueError, "the batch is a random key")
+        step = zerojax.zero(stage=3, gradient_accumulation_steps=2)(good_step)
+        refuses(step, make_state(), key, ValueError, "takes no batch")
 
 
 class TestState:

@@ -267,7 +267,7 @@ MISTAKES = [
     Mistake("zero(with_pmean)(create_state(), batch)", "remove it"),
     Mistake("zero(jax.pmap(step))(create_state(), batch)", "leave it out"),
     Mistake("jax.jit(train_step)(create_state(), batch)", "Call it in a plain Python loop"),
-    Mistake("train_step(create_state())", "(state, batch, ...)"),
+    Mistake("train_step(create_state())", "'batch'"),
     Mistake(
         'zero(with_options, static_argnums=2)(create_state(), batch, {"a": 1})',
         "a frozen dataclass",

@@ -265,3 +265,54 @@ class TestRefused:
         step = zerojax.zero(stage=1)(lambda first, second, batch: train_step(first, batch))
         with pytest.raises(TypeError, match=r"TrainState in the batch's place, 1 \(second\)"):
             step(make_state(), make_state(), (X, Y))
+
+
+class TestWithoutABatch:
+    """All numbers of the step are closed over, drawn from a key, or in the state."""
+
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_a_train_state_and_a_key(self, stage: int) -> None:
+        def step(state: TrainState, key: jax.Array) -> Any:
+            return update(state, X + jax.random.normal(key, X.shape), Y)
+
+        agrees(step, jax.random.key(0), zero=zero_for(stage))
+        agrees(lambda state: update(state, X, Y), zero=zero_for(stage))
+
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_one_state_of_everything(self, stage: int) -> None:
+        def step(runner: Any) -> Any:
+            state, x, key = runner
+            key, drawn = jax.random.split(key)
+            state, loss = update(state, x + jax.random.normal(drawn, x.shape), Y)
+            return (state, x * 0.9, key), {"loss": loss}
+
+        runs = []
+        for run in (jax.jit, zero_for(stage)):
+            run, runner, losses = run(step), (make_state(), jnp.asarray(X), jax.random.key(0)), []
+            for _ in range(3):
+                runner, metrics = run(runner)
+                losses.append(metrics["loss"])
+            runs.append((runner[0].params, runner[1], losses))
+        same(runs[1], runs[0])
+        assert not stage or "data" in runner[1].sharding.spec
+
+    def test_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        step, state = zero_for(3)(lambda state: update(state, X, Y)), make_state()
+        for _ in range(2):
+            state, _ = step(state)
+        assert sum("takes no batch" in record.getMessage() for record in caplog.records) == 1
+
+    @pytest.mark.parametrize("key", ["train_batch_size", "gradient_accumulation_steps"])
+    def test_is_refused_where_the_config_divides_one(self, key: str) -> None:
+        step = zerojax.zero(stage=1, **{key: 16})(lambda state, key: update(state, X, Y))
+        with pytest.raises(ValueError, match=f"takes no batch.*{key}"):
+            step(make_state(), jax.random.key(0))
+
+    def test_leaves_that_change_their_dtype_are_named(self) -> None:
+        def step(state: Any) -> Any:
+            return {"w": state["w"] * 0.9, "count": state["count"] + 1.0}
+
+        state = {"w": jnp.ones((8, 4)), "count": jnp.zeros((), jnp.int32)}
+        match = r"\['count'\] comes back as float32, and was int32"
+        with pytest.raises(TypeError, match=match):
+            zero_for(1)(step)(state)

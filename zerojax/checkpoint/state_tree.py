@@ -15,7 +15,7 @@ from flax import nnx
 
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.train_state.linen import is_train_state
-from zerojax.train_state.nnx import MODEL, ordered
+from zerojax.train_state.nnx import MODEL, has_one_optimizer, ordered
 from zerojax.train_state.pytree import is_array
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.types import PyTree, Shaped
@@ -46,9 +46,9 @@ def numbers_of(state: PyTree, form: Form) -> list[Path]:
 
 
 def form_of(state: PyTree) -> Form:
-    """Returns the kind of a state: a TrainState, a tuple of NNX objects, or any other pytree, such
-    as only parameters."""
-    if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
+    """Returns the kind of a state: a TrainState, a tuple of a model, its optimizer and further NNX
+    objects, or any other pytree, such as only parameters."""
+    if isinstance(state, tuple) and has_one_optimizer(state):
         return "nnx"
     return "linen" if is_train_state(state) else "pytree"
 

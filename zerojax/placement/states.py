@@ -49,7 +49,7 @@ from zerojax.plan.state_sharding import Plan
 from zerojax.quantize import is_quantized
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
-from zerojax.train_state.nnx import is_nnx, open_objects
+from zerojax.train_state.nnx import has_one_optimizer, is_nnx, open_graph, open_objects
 from zerojax.train_state.parameters import find_parameters
 from zerojax.train_state.pytree import open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
@@ -137,9 +137,10 @@ class States:
           ValueError: The state has no parameters, or its optimizer is wrapped differently.
         """
         opened = self.split_with_parameters(objects)
-        has_own = opened.any_pytree and find_zero_state(objects) is not None
+        in_place = opened.write_back is not None
+        has_own = opened.any_pytree and not in_place and find_zero_state(objects) is not None
         if opened.any_pytree:
-            self._check_features(wrapped=has_own)
+            self._check_features(wrapped=has_own, in_place=in_place)
         elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
                 "the state has no parameters (params is empty), so that there is nothing to train: "
@@ -175,12 +176,13 @@ class States:
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
-    def _check_features(self, *, wrapped: bool) -> None:
+    def _check_features(self, *, wrapped: bool, in_place: bool) -> None:
         """Rejects, for a state that is any pytree, keys that need a wrapped optimizer if it has
         none.
 
         Args:
           wrapped: Whether the state contains one of ``zero.optimizer()`` or ``zero.wrap()``.
+          in_place: Whether the state is NNX objects, with optimizers anywhere among them.
         """
         if self.config.zero_quantized_nontrainable_weights:
             raise ValueError(
@@ -192,10 +194,15 @@ class States:
         if self.config.gradient_clipping:
             keys.append(f"gradient_clipping = {self.config.gradient_clipping:g}")
         if keys and not wrapped:
+            remedy = (
+                "Pass one model with one nnx.Optimizer(model, tx, wrt=nnx.Param) to each step"
+                if in_place
+                else "Make the optimizer with zero.wrap(tx) or zero.optimizer(), and its state "
+                "with tx.init(params)"
+            )
             raise ValueError(
-                f"{' and '.join(keys)}: the step updates by an optimizer of its own. Make the "
-                "optimizer with zero.wrap(tx) or zero.optimizer(), and its state with "
-                "tx.init(params); or take the keys out of the config."
+                f"{' and '.join(keys)}: the step updates by an optimizer of its own. {remedy}; or "
+                "take the keys out of the config."
             )
 
     def keys_of_parameters(self) -> list[str]:
@@ -218,7 +225,8 @@ class States:
         config needs them."""
         keys = self.keys_of_parameters()
         opened = split_state(objects, read_only=read_only)
-        if not opened.any_pytree or not keys or find_zero_state(objects) is None:
+        in_place = opened.write_back is not None
+        if in_place or not opened.any_pytree or not keys or find_zero_state(objects) is None:
             return opened
         parameters = find_parameters(objects, " and ".join(keys), self.params)
         return open_pytree(objects, parameters)
@@ -335,7 +343,7 @@ class States:
                 parts = plan.shown(create_sharded(*arrays))
             state = _in_user_form(opened[0], parts)
             if opened[0].any_pytree:
-                self.owned.add(state)
+                self.owned.add(parts)
             return state
 
     def _require_alike(
@@ -417,7 +425,9 @@ def split_state(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Open
       TypeError: The objects are not a state.
     """
     if any(map(is_nnx, objects)):
-        return open_objects(objects, read_only=read_only)
+        if read_only or has_one_optimizer(objects):
+            return open_objects(objects, read_only=read_only)
+        return open_graph(objects)
     if len(objects) == 1 and is_train_state(*objects):
         return open_state(*objects)
     return open_pytree(objects)

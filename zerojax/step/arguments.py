@@ -18,8 +18,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from zerojax.step.call import Call, Constant, Form, RearrangedFunction, Roles, is_key
+from zerojax.step.call import Call, Constant, Form, RearrangedFunction, Roles, is_array, is_key
 from zerojax.step.find_state import find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
@@ -48,7 +49,7 @@ class Arguments:
         objects, a batch and more in any order; with or without ``jax.jit`` or ``nnx.jit``.
       static_argnums, static_argnames: Arguments that are part of the program, as for ``jax.jit``.
       batch_argnums: The arguments that are the batch, if it is not the first argument after the
-        state: a position or a name, or several, whose tuple is the batch.
+        state with rows: a position or a name, or several, whose tuple is the batch.
       state_argnums: The arguments that are the state, if they cannot be found.
       returns_state: Whether the function returns the new state.
       batch_axis: The dimension of the batch's arrays that has the rows.
@@ -114,7 +115,7 @@ class Arguments:
           last: The slots in which the call has the state that the last step left, if it has.
 
         Raises:
-          TypeError: The call has no state or no batch.
+          TypeError: The call has no state, or no batch for a function that returns no state.
           ValueError: The function's own jit donates an argument other than the state.
         """
         given: dict[Slot, PyTree] = dict(enumerate(args))
@@ -158,12 +159,12 @@ class Arguments:
         objects = self._objects(given, free)
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, left, [given[slot] for slot in objects])
-        if not objects or not batch:
-            got = f"{len(given)} arguments" if left else f"only the state ({self._text(objects)})"
+        if not objects or not (batch or self._returns_state):
+            got = f"{len(given)} arguments"
+            got = f"only the state ({self._text(objects)})" if objects else got
             raise TypeError(
                 f"{self.name} takes a state and a batch, (state, batch, ...) or (model, optimizer, "
-                f"batch, ...), but was called with {got}. Where the batch comes back too, name it "
-                "with batch_argnums."
+                f"batch, ...), but was called with {got}."
             )
         if states := [slot for slot in batch if is_train_state(given[slot])]:
             raise TypeError(
@@ -177,7 +178,8 @@ class Arguments:
                 f"the jit of {self.name} donates {self._text(wrong)}, which zerojax would not do: "
                 "leave it out of donate_argnums and donate_argnames. The state is donated anyway."
             )
-        form = Form(tuple(objects), tuple(batch), self._several, positions, self.batch_axis)
+        several = self._several or not batch
+        form = Form(tuple(objects), tuple(batch), several, positions, self.batch_axis)
         return Roles(form, tuple(slot for slot in given if slot not in {*objects, *batch}))
 
     def bound(self, instance: object) -> Arguments:
@@ -218,11 +220,17 @@ class Arguments:
     def _slots_of_batch(
         self, given: dict[Slot, PyTree], left: list[Slot], objects: list[PyTree]
     ) -> list[Slot]:
+        """Returns the arguments that are the batch; none for a step of which all other arguments
+        are random keys and numbers."""
         if not self._batch:
-            rows = [x for x in left if may_be_batch(given[x]) and not is_key(given[x])]
-            # A target network, say, is read; where nothing else has rows, it is data.
-            others = [slot for slot in rows if not is_part(given[slot], objects)]
-            return [*others, *rows, *left][:1]
+            # An argument with the form of the state, such as a target network, is read; where
+            # nothing else has rows, it is data.
+            others = [slot for slot in left if not is_part(given[slot], objects)]
+            left = others if self._state else [*others, *(x for x in left if x not in others)]
+            rows = [slot for slot in left if may_be_batch(given[slot]) and not is_key(given[slot])]
+            if self._returns_state:  # a container without rows is refused as an empty batch
+                left = [x for x in left if not (is_key(given[x]) or _is_number(given[x]))]
+            return rows[:1] or left[:1]
         slots = self._named(self._batch, given)
         missing = [slot for slot in slots if slot not in left]
         if missing:
@@ -332,6 +340,11 @@ def slots(
         return names
     positions = () if nums is None else nums if isinstance(nums, Sequence) else (nums,)
     return (*positions, *((names,) if isinstance(names, str) else names))
+
+
+def _is_number(x: PyTree) -> bool:
+    """Returns whether an argument is a number, by itself."""
+    return isinstance(x, bool) or (is_array(x) and not np.ndim(x))
 
 
 def _kind(x: Any) -> Hashable:

@@ -13,7 +13,7 @@ from zerojax.config import BatchSizes
 from zerojax.devices.mesh import stage_size
 from zerojax.devices.rows import dimension
 from zerojax.step.batch_placer import BatchPlacer
-from zerojax.step.call import Call, is_array, is_key
+from zerojax.step.call import Call, is_array
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import is_part
 from zerojax.xla.types import PyTree
@@ -21,10 +21,6 @@ from zerojax.xla.types import PyTree
 _SHOWN = 6
 _NOT_NUMBERS = "OSU"
 """The kinds of NumPy's dtypes of objects and text."""
-_NO_BATCH = (
-    "the batch is a random key: it is the first argument after the state, unless batch_argnums "
-    "names another; write the arrays with the rows there, and the key behind them."
-)
 
 
 class BatchLayout(BatchPlacer):
@@ -53,7 +49,9 @@ class BatchLayout(BatchPlacer):
         return super().abstract(batch)
 
     def check(self, batch: PyTree) -> None:
-        """Raises ValueError if the batch does not fit the devices or the config."""
+        """Raises ValueError if the batch, or a missing one, does not fit devices or config."""
+        if isinstance(batch, tuple) and not batch:
+            return self._check_absent()
         self._check_dimensions(batch)
         self.check_tokens(batch)
         own, k, blocks = self.leaves.own_rows(batch), self.sizes.accumulation, self.leaves.blocks
@@ -83,12 +81,24 @@ class BatchLayout(BatchPlacer):
             by += f"{' x' if stages == 1 else ','} {k} micro-batches" if k > 1 else ""
             m = n - n % each
             fits = " or ".join(str(x // (blocks if of else 1)) for x in (m, m + each) if x)
-            if is_key(batch):
-                raise ValueError(_NO_BATCH)
             raise ValueError(
                 f"the batch's {dimension(self.axis)} {n}{of} is not divisible by {each} ({by}): "
                 f"use {fits} rows{' in each process' if of else ''}, or fewer devices."
                 + self._stacked(batch, each)
+            )
+
+    def _check_absent(self) -> None:
+        """Refuses a step without a batch if the config divides one."""
+        sizes = {
+            "train_batch_size": self.sizes.train or 1,
+            "gradient_accumulation_steps": self.sizes.accumulation,
+            "pipeline stages": self._stages,
+        }
+        if dividing := [f"{name} ({n})" for name, n in sizes.items() if n > 1]:
+            raise ValueError(
+                f"the step takes no batch, which {' and '.join(dividing)} would divide: take that "
+                "out of the config, or pass the arrays with the rows as an argument behind the "
+                "state."
             )
 
     def _check_dimensions(self, batch: PyTree) -> None:
@@ -157,14 +167,14 @@ class BatchLayout(BatchPlacer):
             )
 
     def rows(self, batch: PyTree) -> int:
-        """Returns the number of rows of a checked batch, or of its first leaf if leaves differ."""
-        return next(self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x))
+        """Returns the number of rows of a checked batch, or of its first leaf if leaves differ; 1
+        for a step without a batch."""
+        rows = (self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x))
+        return next(rows, 1)
 
     def _explain(self, batch: PyTree) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         shapes = {jax.tree_util.keystr(path) or "batch": np.shape(x) for path, x in leaves}
-        if is_key(batch):
-            raise ValueError(_NO_BATCH)
         if not any(shapes.values()):
             has_list = any(
                 isinstance(key, jax.tree_util.SequenceKey) and len(shapes) > _SHOWN

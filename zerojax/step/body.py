@@ -86,10 +86,12 @@ class Body:
             tx = beginning(tx, view)
         state = self.close(shown, tx)
         out = self.function(*state, batch, *args, **kwargs)
+        new = state
         if self._in_place:
             new_parts = self.split(*state)
             pairs = zip(*map(jax.tree.leaves, (new_parts.params, parts.params)), strict=False)
-            if len(state) > 2 and all(new is old for new, old in pairs):
+            is_same = all(new is old for new, old in pairs)
+            if self._knows_parameters and len(state) > 2 and is_same:
                 raise ValueError(
                     f"{self.name} never calls optimizer.update for the model, perhaps for another "
                     "object of the same form: pass the model that is trained before it."
@@ -116,14 +118,15 @@ class Body:
                     opt_state=_view(new_parts.opt_state, view), step=parts.step + 1
                 )
             else:
-                if isinstance(view, View):
-                    view = dataclasses.replace(view, opt=_counted(view.opt, new))
-                new_parts = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
+                new_parts = self.split(*new)
         if self._knows_parameters:
             new_parts = _with_own_update(new_parts, parts)
+        else:
+            if isinstance(view, View):
+                view = dataclasses.replace(view, opt=_counted(view.opt, new))
+            new_parts = new_parts._replace(opt_state=view, step=parts.step + 1)
         before: PyTreeDef = jax.tree.structure(parts)
-        after: PyTreeDef = jax.tree.structure(new_parts)
-        if before != after:
+        if before != jax.tree.structure(new_parts):
             raise TypeError(
                 f"{self.name} changed the structure of the state ({_change(parts, new_parts)}): a "
                 "training state keeps its fields and their trees from step to step. Create it with "

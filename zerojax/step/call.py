@@ -233,7 +233,7 @@ def join(
 def is_key(x: object) -> bool:
     """Returns whether an argument is one random key, typed or from ``jax.random.PRNGKey``."""
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    if shape is None or dtype is None:
+    if shape is None or dtype is None or isinstance(x, type):  # jnp.float32 has both
         return False
     typed = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     return (typed and shape == ()) or (dtype == np.uint32 and shape in ((2,), (4,)))

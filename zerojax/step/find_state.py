@@ -7,6 +7,7 @@ from itertools import compress
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
@@ -103,6 +104,7 @@ def find_state(
             f"{name} returns {summary(results)}, and none of its arguments ({text(free)}) comes "
             "back there with the tree, shapes and dtypes that it has, in tuples, lists and dicts: "
             f"return the new state, or name it, zero({name}, state_argnums=(...))."
+            + _other_dtypes(results, by_name(candidates))
         )
     return slots
 
@@ -117,6 +119,22 @@ def _note_numbers(arguments: Mapping[str, PyTree], error: Exception) -> None:
             "that is a setting static: eqx.field(static=True), flax.struct.field(pytree_node="
             "False), or static_argnums for an argument."
         )
+
+
+def _other_dtypes(results: PyTree, candidates: Mapping[str, PyTree]) -> str:
+    """Describes the leaves of arguments that come back with other dtypes only."""
+    forms = [form_of(x, dtypes=False) for x in candidates.values()]
+    found, _ = take_out(results, [has_form(form, dtypes=False) for form in forms])
+    changes = [
+        f"{name}{jax.tree_util.keystr(path)} comes back as {jnp.result_type(new)}, and was "
+        f"{jnp.result_type(old)}"
+        for i, (name, given) in enumerate(candidates.items())
+        for (path, old), new in zip(
+            jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(found.get(i)), strict=False
+        )
+        if is_array(old) and jnp.result_type(old) != jnp.result_type(new)
+    ]
+    return f" {'; '.join(changes[:3])}: cast it back in the step." if changes else ""
 
 
 def _shapes_of_results(

@@ -133,12 +133,13 @@ class UpdatedObjects:
     Args:
       graph: The graph of the objects.
       flat: The arrays of the state.
-      places: For each array, the position of its variable in the graph.
+      places: For each array in a variable, the position of its variable in the graph.
+      own: The number of arrays in front of these, which zerojax keeps itself.
     """
 
-    def __init__(self, graph: Graph, flat: FlatParts, places: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, flat: FlatParts, places: Sequence[int], own: int) -> None:
         self._graph, self._tree, self._places = graph, flat.tree, places
-        self.references = _references(flat.leaves)
+        self._own, self.references = flat.leaves[:own], _references(flat.leaves[own:])
 
     def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
         found = self._graph.variables(objects)
@@ -152,19 +153,22 @@ class UpdatedObjects:
         def after(flat: FlatParts) -> tuple[PyTree, ...] | None:
             if flat.tree != self._tree:
                 return None
-            set_raw_values(variables, flat.leaves)
-            self.references = _references(flat.leaves)
+            own = len(self._own)
+            set_raw_values(variables, flat.leaves[own:])
+            self._own, self.references = flat.leaves[:own], _references(flat.leaves[own:])
             return objects
 
-        return FlatParts(arrays, self._tree), after
+        return FlatParts([*self._own, *arrays], self._tree), after
 
 
-def updated_objects(objects: tuple[PyTree, ...], flat: FlatParts) -> UpdatedObjects | None:
+def updated_objects(
+    objects: tuple[PyTree, ...], flat: FlatParts, own: int = 0
+) -> UpdatedObjects | None:
     """Returns the recognition of NNX objects that a step updated.
 
     Args:
       objects: The objects.
-      flat: The arrays in their variables.
+      flat: ``own`` arrays that zerojax keeps itself, and the arrays in the objects' variables.
 
     Returns:
       None unless the objects have a :class:`Graph`, with exactly one variable for each array.
@@ -174,10 +178,11 @@ def updated_objects(objects: tuple[PyTree, ...], flat: FlatParts) -> UpdatedObje
     if graph is None or variables is None:
         return None
     places = {id(x.get_raw_value()): i for i, x in enumerate(variables)}
-    are_one_to_one = len(places) == len(variables) == len(flat.leaves)
-    if not are_one_to_one or places.keys() != {id(x) for x in flat.leaves}:
+    arrays = flat.leaves[own:]
+    are_one_to_one = len(places) == len(variables) == len(arrays)
+    if not are_one_to_one or places.keys() != {id(x) for x in arrays}:
         return None
-    return UpdatedObjects(graph, flat, [places[id(x)] for x in flat.leaves])
+    return UpdatedObjects(graph, flat, [places[id(x)] for x in arrays], own)
 
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -201,7 +201,8 @@ class Step(Decorated[P, R]):
         setting, parts = program.setting, flat.parts()
         if setting.write_back is not None:
             setting.write_back(call.objects, parts, setting.tx)
-            return call.objects, updated_objects(call.objects, flat)
+            own = 0 if setting.knows_parameters else len(jax.tree.leaves(parts[:3]))
+            return call.objects, updated_objects(call.objects, flat, own)
         objects = setting.close(parts, setting.tx)
         own_parts = {}
         if setting.any_pytree:
@@ -222,6 +223,12 @@ class Step(Decorated[P, R]):
         explicit: Explicit | None,
         function: RearrangedFunction,
     ) -> StepProgram:
+        if not call.form.batch:
+            self._states.warn_once(
+                f"{self._arguments.name} takes no batch: each device computes all of it, on a "
+                "sharded state. Where one of the arguments that come back is the batch, name it "
+                "with batch_argnums"
+            )
         if opened.optimizer_in_step:
             opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
         kind = OffloadedStep if offloads(self._states.config) else ResidentStep

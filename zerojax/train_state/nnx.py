@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.train_state.nnx_bound import bind, bound_to
-from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts, spread_specs
+from zerojax.train_state.state_parts import IDENTITY, STATE_KEY, OpenedState, Parts, spread_specs
 from zerojax.xla.types import PyTree
 
 MODEL = "model"  # the key in Parts.rest of the model's variables beside its parameters
@@ -24,6 +25,16 @@ def is_nnx(x: object) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
+def has_one_optimizer(objects: Sequence[PyTree]) -> bool:
+    """Returns whether one of the objects is an ``nnx.Optimizer`` with no variables of its own."""
+    optimizers = [x for x in objects if isinstance(x, nnx.Optimizer)]
+    if len(optimizers) != 1 or isinstance(optimizers[0], nnx.ModelAndOptimizer):
+        return False
+    known = {"step", "opt_state", "tx"}
+    own = {name: x for name, x in vars(optimizers[0]).items() if name not in known}
+    return not any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(own))
+
+
 def ordered(objects: Sequence[PyTree]) -> list[int]:
     """Returns the positions of the model, its optimizer, and the other objects in their order.
 
@@ -31,14 +42,11 @@ def ordered(objects: Sequence[PyTree]) -> list[int]:
       TypeError: The objects are not one optimizer and its model.
     """
     optimizers = [i for i, x in enumerate(objects) if isinstance(x, nnx.Optimizer)]
-    if len(optimizers) != 1 or isinstance(objects[optimizers[0]], nnx.ModelAndOptimizer):
+    if not has_one_optimizer(objects):
         kinds = ", ".join(type(x).__name__ for x in objects)
         raise TypeError(
-            "a decorated NNX step is called as step(model, optimizer, batch, ...) with one "
-            "nnx.Optimizer(model, tx, wrt=nnx.Param) and further NNX objects in any order, not "
-            f"with {kinds}."
-            + " Write a step for each optimizer." * (len(optimizers) > 1)
-            + " Of a module that holds both pass its model and its optimizer." * (not optimizers)
+            "the objects are a model and its nnx.Optimizer(model, tx, wrt=nnx.Param), and further "
+            f"NNX objects, in any order, not {kinds}: leave out all optimizers but that one."
         )
     optimizer: nnx.Optimizer[nnx.Module] = objects[optimizers[0]]
     others = [i for i in range(len(objects)) if i != optimizers[0]]
@@ -139,6 +147,33 @@ def open_objects(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Ope
         key=(_Graph(graph), index is not None and type(objects[index]), index, *nodes),
         specs=spread_specs(specs, tree.flatten_up_to(nnx.as_pure(states[0]))),
         write_back=write_back,
+    )
+
+
+def open_graph(objects: tuple[PyTree, ...]) -> OpenedState:
+    """Splits NNX objects that the step updates by optimizers of its own, wherever these are. All
+    variables are in ``Parts.rest``, those of the first object as ``"state[0]"``, and so on."""
+    count = len(objects)
+    graph = nnx.split(objects)[0]
+
+    def split(*objects: PyTree) -> Parts:
+        state = nnx.as_pure(nnx.split(objects)[1])
+        rest = {f"{STATE_KEY}[{i}]": _object_variables(state, i) for i in range(count)}
+        return Parts({}, optax.EmptyState(), jnp.zeros((), jnp.int32), rest)
+
+    def joined(parts: Parts) -> nnx.State[int, object]:
+        return nnx.State({i: parts.rest[f"{STATE_KEY}[{i}]"] for i in range(count)})
+
+    return OpenedState(
+        parts=split(*objects),
+        tx=IDENTITY,
+        split=split,
+        close=lambda parts, tx: nnx.merge(graph, joined(parts)),
+        key=(_Graph(graph), count),
+        specs=(),
+        write_back=lambda objects, parts, tx: nnx.update(objects, joined(parts)),
+        any_pytree=True,
+        knows_parameters=False,
     )
 
 

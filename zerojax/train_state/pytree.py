@@ -15,10 +15,8 @@ import optax
 
 from zerojax.train_state.bound import has_inner
 from zerojax.train_state.linen import own_specs
-from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts
+from zerojax.train_state.state_parts import IDENTITY, STATE_KEY, OpenedState, Parts
 from zerojax.xla.types import PyTree
-
-_STATE_KEY = "state"
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
             )
     others = {i: x for i, (x, given) in enumerate(zip(nodes, is_given, strict=True)) if not given}
     known = [] if parameters is None else [*parameters.positions, parameters.opt_state]
-    names = [_STATE_KEY if len(objects) == 1 else f"{_STATE_KEY}[{i}]" for i in range(len(objects))]
+    names = [STATE_KEY if len(objects) == 1 else f"{STATE_KEY}[{i}]" for i in range(len(objects))]
 
     def split(*objects: PyTree) -> Parts:
         values = tree.flatten_up_to(objects)

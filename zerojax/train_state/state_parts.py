@@ -17,6 +17,9 @@ IDENTITY = optax.identity()
 """The optimizer of a state that the step updates itself, or that is only read; one object, because
 programs are cached by their optimizer."""
 
+STATE_KEY = "state"
+"""The key in ``Parts.rest`` of the arrays of a state of which the parameters are not known."""
+
 
 class Parts(NamedTuple):
     """The arrays of a training state.
@@ -148,8 +151,8 @@ class OpenedState:
         so that the caller owns its arrays; set by :meth:`zerojax.placement.states.States.open`.
       matches: ``matches(objects)`` returns, for each object of a state, a test whether a node of a
         step's results is its new value; an empty sequence for objects that are updated in place.
-      any_pytree: Whether the state is neither a ``TrainState`` nor NNX objects. The caller owns the
-        arrays that it puts into such a state.
+      any_pytree: Whether the state is neither a ``TrainState`` nor a model with its optimizer. The
+        caller owns the arrays that it puts into such a state.
       knows_parameters: Whether the parameters are known; if not, all arrays are in ``parts.rest``,
         and the step updates them itself.
     """

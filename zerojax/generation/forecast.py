@@ -173,10 +173,7 @@ def forecast(
         compiled.output_shardings,
     )
     compiled, token = run(programs.advance.trace(placed.arrays, progress, lengths, None))
-    program = parse(compiled.as_text() or "")
-    moved = sum(
-        work_of(program, r.computation, r.instruction).bytes * r.times for r in program.walk()
-    )
+    moved = _moved_bytes(compiled.as_text() or "")
     return GenerationForecast(
         rows, prompt, max_new_tokens, rates,
         "by_layer" if placed.by_layer else "gathered",
@@ -184,6 +181,13 @@ def forecast(
         _device_bytes(placed.arrays), _device_bytes(progress.cache),
         reading, token, moved,
     )  # fmt: skip
+
+
+def _moved_bytes(text: str) -> float:
+    """Returns the bytes that the instructions of a compiled program read and write."""
+    program = parse(text)
+    runs = program.walk()
+    return sum(work_of(program, r.computation, r.instruction).bytes * r.times for r in runs)
 
 
 def _device_bytes(arrays: Layered) -> int:

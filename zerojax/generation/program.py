@@ -294,7 +294,7 @@ class Program(JitOnceDecided):
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         traced = super().trace(*args)
-        self.operations = sum(1 for _ in equations(traced.jaxpr.jaxpr))
+        self.operations = len([*equations(traced.jaxpr.jaxpr)])
         return traced
 
 

@@ -183,7 +183,7 @@ def forecast(
     )  # fmt: skip
 
 
-def _moved_bytes(text: str) -> float:
+def _moved_bytes(text: str) -> int:
     """Returns the bytes that the instructions of a compiled program read and write."""
     program = parse(text)
     runs = program.walk()

@@ -245,7 +245,7 @@ def test_two_updates_cannot_share_a_scale() -> None:
     def twice(state: State, batch: Any) -> Any:
         return step(step(state, batch)[0], batch)
 
-    with pytest.raises(ValueError, match="2 times, which cannot be unscaled"):
+    with pytest.raises(ValueError, match=r"2 times at .*, which cannot be unscaled"):
         run(zero_for(2, fp16=True), batches(1), twice)
 
 
@@ -341,9 +341,9 @@ def test_an_update_in_a_branch_and_in_a_loop() -> None:
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-3 * float(jnp.max(jnp.abs(want))))
     with pytest.raises(ValueError, match=r"3 of 3 gradients"):
         run(zero_for(3, fp16=True), batches(1), chosen(jax.value_and_grad))
-    with pytest.raises(ValueError, match="in a loop, which cannot be unscaled"):
+    with pytest.raises(ValueError, match=r"in a loop at .*py:\d+, which cannot be unscaled"):
         run(zero_for(3, fp16=True), batches(1), looped)
-    with pytest.raises(ValueError, match="in a loop, which cannot be accumulated"):
+    with pytest.raises(ValueError, match=r"in a loop at .*py:\d+, which cannot be accumulated"):
         run(zero_for(3, k=2), batches(1), looped)
 
 

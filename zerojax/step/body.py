@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -12,15 +13,18 @@ import optax
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
+from zerojax.accumulation.lines import line
+from zerojax.graph.search import equations
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import split_state
 from zerojax.step.jitted import name_of
 from zerojax.step.partial_update import of_parts
 from zerojax.step.view import STARTS_AGAIN, View, WrappedView, beginning
 from zerojax.trace.dependence import unchanged
-from zerojax.trace.marks import GRADIENT, count
+from zerojax.trace.marks import GRADIENT, count, is_mark
 from zerojax.train_state.results import summary, take_out
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla import jaxprs
 from zerojax.xla.types import Jaxpr, PyTree
 
 
@@ -208,6 +212,10 @@ class Body:
             )
         if self.once and (n > 1 or looped):
             times = "in a loop" if looped else f"{n} times"
+            marked = functools.partial(is_mark, name=GRADIENT)
+            update = next(filter(marked, equations(jaxpr)), None)
+            place = None if update is None else line(jaxprs.source(update).traceback)
+            times += f" at {place}" if place else ""
             raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
 
 

@@ -99,10 +99,12 @@ def bits(tree: Any) -> list[bytes]:
 
 
 FP16, BF16 = {"fp16": True, "loss_scale": 1024.0}, {"bf16": True, "check_grad_overflow": True}
+SLOW = [(1, 1, FP16), (0, 2, BF16)]
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "keywords"), [(3, 2, FP16), (3, 1, BF16), (1, 1, FP16), (0, 2, BF16)]
+    ("stage", "accumulation", "keywords"),
+    [(3, 2, FP16), (3, 1, BF16), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],
 )
 def test_overflowed_batches_leave_no_trace(
     stage: int, keywords: dict[str, Any], accumulation: int

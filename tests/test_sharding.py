@@ -394,7 +394,9 @@ def last_gradient(case: Program, state: Any, batch: Any) -> Any:
 class TestTelemetry:
     KEYS = ("loss_scale", "skipped_steps", "grad_norm", "learning_rate", "step")
 
-    @pytest.mark.parametrize(("stage", "accumulation"), [(2, 4), (3, 1)])
+    @pytest.mark.parametrize(
+        ("stage", "accumulation"), [(2, 4), pytest.param(3, 1, marks=pytest.mark.slow)]
+    )
     def test_values(self, stage: int, accumulation: int) -> None:
         zero = zero_for(stage, k=accumulation)
         plain = unplaced("mlp")
@@ -447,7 +449,9 @@ class TestTelemetry:
         born = zero_for(1).init(create("mlp"), KEY)
         assert math.isnan(zerojax.telemetry(born)["learning_rate"])
 
-    @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (3, 4)])
+    @pytest.mark.parametrize(
+        ("stage", "accumulation"), [pytest.param(0, 1, marks=pytest.mark.slow), (3, 4)]
+    )
     def test_clipping_is_that_of_optax(self, stage: int, accumulation: int) -> None:
         """Up to the 1e-6 that DeepSpeed adds to the norm."""
         limit = 0.1

@@ -336,7 +336,7 @@ def test_refused_by_name(step: Callable[..., Any], says: list[str]) -> None:
         assert words in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("by", ["keyword", "json"])
+@pytest.mark.parametrize("by", [pytest.param("keyword", marks=pytest.mark.slow), "json"])
 def test_statistics_of_each_micro_batch_are_asked_for(
     by: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -115,9 +115,13 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Any:
     assert not [record.getMessage() for record in caplog.get_records("call")]
 
 
+SLOW = [(2, 1, 13), (0, None, 16)]
+
+
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
-    ("stage", "micro", "rows"), [(3, 2, 21), (2, 1, 13), (0, None, 16), (3, None, 5)]
+    ("stage", "micro", "rows"),
+    [(3, 2, 21), (3, None, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],
 )
 def test_numbers_of_plain_jit(stage: int, micro: int | None, rows: int) -> None:
     zero = zero_for(stage, train_micro_batch_size_per_gpu=micro)

@@ -1,5 +1,6 @@
 """Ragged rows, padded by a tokenizer."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,11 @@ def test_padding_ends_at_the_positions_of_the_model(limit: int | None, width: in
 
 
 @pytest.mark.slow
-def test_the_trainer_knows_the_positions_of_its_model() -> None:
+def test_the_trainer_knows_the_positions_of_its_model(tmp_path: Path) -> None:
     roberta = BertConfig(**SIZES["bert-tiny"] | dict(model_type="roberta", pad_token_id=1))
     assert longest_row(BertClassifier(roberta)) == roberta.max_position_embeddings - 2
     data = [{"input_ids": [5] * 9, "label": 0}] * 8
-    args = TrainingArguments("out", max_steps=1, save_strategy="no", report_to="none")
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", report_to="none")
     trainer = Trainer(
         BertClassifier(BertConfig(**SIZES["bert-tiny"])), args, train_dataset=data,
         tokenizer=Tokenizer(), loss=classification_loss,

@@ -139,9 +139,7 @@ def inspect(
     Raises:
       CheckpointError: the path does not exist, holds no checkpoint, or lacks the step.
     """
-    root = steps_folder.path_of(checkpoint)
-    if steps_folder.in_bucket(root):
-        steps_folder.require_answer(root)
+    root = steps_folder.require_answer(steps_folder.path_of(checkpoint))
     steps = [StepInspector(folder) for folder in _at(root, step)]
     total = 0 if quick else sum(array.bytes for inspector in steps for array in inspector.arrays)
     done = 0

@@ -303,9 +303,7 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
     Raises:
       CheckpointError: the path does not exist, holds no checkpoint, or lacks the step.
     """
-    root = steps_folder.path_of(checkpoint)
-    if steps_folder.in_bucket(root):
-        steps_folder.require_answer(root)
+    root = steps_folder.require_answer(steps_folder.path_of(checkpoint))
     try:
         return _at(root, step)
     except OSError as error:

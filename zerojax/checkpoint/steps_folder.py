@@ -96,11 +96,13 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
-    """Returns a path in a bucket, which answers within ``seconds``.
+    """Returns a path; one in a bucket answers within ``seconds``.
 
     Raises:
       CheckpointError: gcsfs is missing, or the bucket does not answer.
     """
+    if not in_bucket(path):
+        return path
     try:
         import fsspec
         import gcsfs  # noqa: F401

@@ -143,12 +143,9 @@ class Analysis(EquationAnalysis):
         the micro-batch takes the number of its own rows, any other that of the global batch."""
         sizes = frozenset[Path]().union(*(k.sizes for k in kinds))
         if all(k.name == "fixed" for k in outs):
-            here = (
-                {path}
-                if any(map(other_literals, pair.global_eqn.invars, pair.micro_eqn.invars))
-                else ()
-            )
-            return [k.but(sizes=sizes.union(here)) for k in outs]
+            if any(map(other_literals, pair.global_eqn.invars, pair.micro_eqn.invars)):
+                sizes |= {path}
+            return [k.but(sizes=sizes) for k in outs]
         is_own = any(k.name == "own" for k in outs)
         mine, others = (self.literals, self._global) if is_own else (self._global, self.literals)
         if not sizes.isdisjoint(others):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import UNDIVIDED
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
@@ -39,7 +40,7 @@ from zerojax.xla.types import AnyJaxpr, Aval, PyTree
 Trace = Callable[[PyTree], tuple[AnyJaxpr, PyTree]]
 """Function from a batch to the jaxpr of the step, and the shapes of its results."""
 
-_REMEDY = "Compute the same for any number of rows, or set gradient_accumulation_steps to 1."
+_REMEDY = "Compute the same for any number of rows, or " + UNDIVIDED
 
 
 def accumulator(

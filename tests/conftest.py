@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import subprocess
 import tempfile
@@ -75,6 +76,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     where = "in the GPU simulator" if device.platform == "cpu" else f"on {device.device_kind}"
     compiled = "compiled for H100s" if gpu_compiler() else "not compiled: no GPU compiler here"
     terminalreporter.write_line(f"Pallas kernels: run {where}; {compiled}")
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What zerojax logs; a thread of another library may log in a later test than its own."""
+    of_zerojax = logging.Filter("zerojax")
+    caplog.handler.addFilter(of_zerojax)
+    yield caplog
+    caplog.handler.removeFilter(of_zerojax)
 
 
 @pytest.fixture

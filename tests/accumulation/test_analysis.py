@@ -14,6 +14,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import flatten
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.accumulation.resolve import analyse
+from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
 
 B, K = 24, 3
 W = np.ones((4, 5), np.float32)
@@ -29,12 +30,13 @@ def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[Analysis, Any]:
     """Of ``function(w, batch)``, whose results are all part of the state."""
-    global_flat, micro_flat = (
+    one, two = (
         flatten(jax.make_jaxpr(function)(W, batch(rows)), [0], [1, 2, 3]) for rows in (B, B // K)
     )
     given = [FIXED.but(learned=True), *[RowKind("rows", dim=0, outer=1)] * 3]
-    found, _ = analyse(global_flat, micro_flat, given, rest)
-    return found, [found.kind(v) for v in global_flat.outvars]
+    symbolic = Symbolic.of(one, two, Rows(B, B // K))
+    found, _ = analyse(symbolic, given, B // K, rest)
+    return found, [found.kind(v) for v in symbolic.flat.outvars]
 
 
 def convolved(kernel: jax.Array, row: jax.Array) -> jax.Array:
@@ -291,8 +293,6 @@ def test_noise_in_the_batchs_shape() -> None:
 
 
 def test_programs_that_depend_on_the_number_of_rows() -> None:
-    from zerojax.accumulation.pairs import UnevenError
-
     for function in (
         lambda w, b: jnp.sin(b["x"]) if b["x"].shape[0] > 10 else jnp.cos(b["x"]),
         lambda w, b: b["x"] ** (len(b["x"]) + 2),

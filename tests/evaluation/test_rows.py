@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.accumulation.pairs import Sizes
-from zerojax.evaluation.rows import ByRows
+from zerojax.accumulation.symbolic import Rows
+from zerojax.evaluation.rows import ByRows, Parts, TracedFunction
 from zerojax.evaluation.undivided import Undivided
 
 WIDE = np.ones((5, 5), np.float32)
-EVEN, PADDED, ALONE = Sizes(6, 2), Sizes(6, 4), Sizes(6, 1)
-SIZES = [EVEN, PADDED, ALONE, Sizes(3, 8)]
+Sizes = tuple[int, int]
+"""Rows of the batch and of a part."""
+EVEN, PADDED, ALONE = (6, 2), (6, 4), (6, 1)
+SIZES = [EVEN, PADDED, ALONE, (3, 8)]
 
 BY_ROWS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "elementwise": lambda x: jnp.tanh(x) * 2,
@@ -70,22 +72,25 @@ REDUCED: dict[str, Callable[[jax.Array], Any]] = {
 
 def divided(
     function: Callable[[jax.Array], Any], sizes: Sizes, padded: bool | None = None, **more: Any
-) -> tuple[ByRows, Any]:
-    """A function of ``sizes.global_rows`` rows of five, and its jaxpr."""
+) -> tuple[Parts, Any]:
+    """A function of rows of five, and its jaxpr."""
 
-    def trace(rows: int) -> Any:
-        return jax.make_jaxpr(function)(jnp.ones((rows, 5), jnp.float32))
+    def trace(rows: int) -> TracedFunction:
+        closed, out = jax.make_jaxpr(function, return_shape=True)(jnp.ones((rows, 5), jnp.float32))
+        return TracedFunction(closed, [True], jax.tree.structure(out))
 
-    padded = bool(sizes.global_rows % sizes.micro_rows) if padded is None else padded
-    full = trace(sizes.global_rows)
-    return ByRows(full, trace(sizes.traced), sizes, [True], padded=padded, **more), full
+    n, part = sizes
+    padded = bool(n % part) if padded is None else padded
+    rows = Rows(n, max(part, 2))
+    full, other = map(trace, rows.traced)
+    return ByRows(full, other, rows, padded=padded, **more)(part), full.closed
 
 
 def check(function: Callable[[jax.Array], Any], sizes: Sizes, *, stacked: bool) -> None:
     """Holds a function by parts, the last filled up with copies, to the function itself."""
     by_rows, full = divided(function, sizes)
     assert by_rows.stacked == ([0] if stacked else [])
-    n, part = sizes[:2]
+    n, part = sizes
     x = np.random.default_rng(0).normal(size=(n, 5)).astype(np.float32)
     places = np.arange(-(-n // part) * part).reshape(part, -1).T  # of each part, not neighbours
 
@@ -173,7 +178,7 @@ class TestDifferentiated:
 
     def gradient(self, function: Any, sizes: Sizes) -> tuple[Any, Any]:
         by_rows, _ = divided(function, sizes, padded=True, differentiated=True)
-        n, part = sizes[:2]
+        n, part = sizes
         x = np.random.default_rng(0).normal(size=(n, 5)).astype(np.float32)
         at, counts = np.minimum(np.arange(part), n - 1), jnp.arange(part) < n
 
@@ -193,7 +198,7 @@ class TestDifferentiated:
         ],
     )
     def test_gradients(self, function: Any) -> None:
-        np.testing.assert_allclose(*self.gradient(function, Sizes(5, 8)), 1e-5, 1e-6)
+        np.testing.assert_allclose(*self.gradient(function, (5, 8)), 1e-5, 1e-6)
 
     @pytest.mark.parametrize("inside", [False, True])
     def test_numbers_of_rows_within_a_rule(self, inside: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.pairs import EquationPair, Sizes, scaled
 from zerojax.accumulation.row_rules import RULES
 from zerojax.accumulation.sum_rules import reduced
+from zerojax.accumulation.symbolic import Symbolic, growing, grows
 from zerojax.graph.primitives import ADDS, CALLBACKS, KERNELS, SCATTER_ADDS, ZERO_STAYS
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation
@@ -54,9 +55,22 @@ REMEDIES = {
 }
 """By cause, what to write instead; for other causes, :data:`UNDIVIDED`."""
 
-# A path identifies an equation: its position in the step, and for each level of nesting the number
-# of the inner program and the position there.
-Path = tuple[int, ...]
+Place = tuple[Equation, ...]
+"""An equation, after those whose inner programs hold it, outermost first."""
+
+
+class Reduction(NamedTuple):
+    """A reduction over rows.
+
+    Attributes:
+      place: The place of the equation.
+      backward: Whether the equation belongs to the backward pass.
+      in_loop: Whether the equation is a loop over the rows that carries the sum.
+    """
+
+    place: Place
+    backward: bool
+    in_loop: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,12 +80,12 @@ class Conflict:
     Attributes:
       kind: The kind of the reduced value.
       backward: True if the equation belongs to the backward pass.
-      path: The path of the equation.
+      place: The place of the equation.
     """
 
     kind: RowKind
     backward: bool
-    path: Path
+    place: Place
 
 
 @dataclass
@@ -80,20 +94,19 @@ class Choices:
 
     Attributes:
       first: Variables that depend only on the batch, and are computed before the micro-batches.
-      own: Paths of the reductions that each micro-batch computes over its own rows.
+      own: The first results of the reductions that each micro-batch computes over its own rows.
     """
 
     first: set[Atom] = field(default_factory=set)
-    own: set[Path] = field(default_factory=set)
+    own: set[Atom] = field(default_factory=set)
 
 
 class EquationAnalysis:
     """Rules from the kinds of operands to the kinds of results, and their findings on the way.
 
     Args:
-      sizes: Rows of the global batch and of a micro-batch.
-      choices: See :class:`Choices`.
-      hopeful: Whether to record a conflict and continue as if it were resolved.
+      symbolic, rows, choices, hopeful, neighbours: See
+        :class:`zerojax.accumulation.analysis.Analysis`.
 
     Attributes:
       conflicts: The conflicts, in the order of the equations.
@@ -101,44 +114,43 @@ class EquationAnalysis:
       kernels: Places of kernels that take rows. Kernels are assumed to treat each row separately,
         or to sum over rows.
       owners: Places where the forward pass computes a micro-batch's own values.
-      backward: For the path of each reduction over rows, whether the backward pass computes it.
+      reductions: The reductions over rows, by their first result.
     """
 
-    choices: Choices
-    hopeful: bool
-
-    def __init__(self, sizes: Sizes, choices: Choices, hopeful: bool) -> None:
-        self.choices, self.hopeful = choices, hopeful
+    def __init__(
+        self, symbolic: Symbolic, rows: int, choices: Choices, *, hopeful: bool, neighbours: bool
+    ) -> None:
+        self.symbolic, self.choices, self.hopeful = symbolic, choices, hopeful
+        self._rows, self._neighbours = rows, neighbours
         self.conflicts: list[Conflict] = []
         self.drawn: list[str] = []
         self.owners: list[str] = []
-        self.backward: dict[Path, bool] = {}
         self.kernels: list[str] = []
-        self.sizes = sizes
+        self.reductions: dict[Atom, Reduction] = {}
 
-    def of_fixed(self, pair: EquationPair, kinds: Kinds) -> Kinds:
+    def of_fixed(self, eqn: Equation, kinds: Kinds) -> Kinds:
         """Returns the kinds of an equation's results if no operand has rows. The equation may
         create arrays of the batch's size."""
-        eqn, inherited = pair.global_eqn, together(kinds)
-        if not grows(pair):
+        inherited = together(kinds)
+        if not grows(eqn):
             zero = eqn.primitive.name in ZERO_STAYS and bool(kinds)
             product = eqn.primitive.name == "mul"
             zero = zero and (any if product else all)(k.zero for k in kinds)
             return [RowKind("fixed", zero=zero, **inherited)] * len(eqn.outvars)
         outs = []
-        for w, m in zip(eqn.outvars, pair.micro_eqn.outvars, strict=True):
-            dims = scaled(w.aval, m.aval)
+        for v in eqn.outvars:
+            dims = growing(v)
             name = eqn.primitive.name
             if not dims:
                 outs.append(RowKind("fixed", **inherited))
-            elif (shape := self._misshapen(w, m)) is not None:
+            elif (shape := self._misshapen(v)) is not None:
                 outs.append(mixed(MIXES, where(eqn), shape))
             elif name.startswith(("random_", "threefry", "rng_")):
                 self.drawn.append(where(eqn))
                 outs.append(RowKind("rows", dim=dims[0], **inherited))
             elif name == "iota":
                 along = jaxprs.param(eqn, "dimension") == dims[0]
-                own = along and w.aval.shape[dims[0]] == self.sizes.global_rows
+                own = along and self.symbolic.rows.per_row(v.aval.shape[dims[0]]) == 1
                 index = "own" if own else "number" if along else ""
                 outer = 1 if along else None
                 inherited["counted"] = where(eqn)
@@ -151,16 +163,16 @@ class EquationAnalysis:
                 outs.append(mixed(_CREATES, where(eqn)))
         return outs
 
-    def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
+    def of_rows(self, kinds: Kinds, place: Place, backward: bool) -> Kinds:
         """Returns the kinds of an equation's results if its operands or results have rows."""
-        eqn = pair.global_eqn
+        eqn = place[-1]
         name = eqn.primitive.name
         if name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
         adds_up = name in SCATTER_ADDS and kinds[0].name == "sum"
         if numbers := [k for k in kinds[adds_up:] if k.needs_all_rows]:
             if self.hopeful:
-                self.conflicts += [Conflict(k, backward, path) for k in numbers]
+                self.conflicts += [Conflict(k, backward, place) for k in numbers]
                 kinds = [
                     RowKind("own", **together([k]))
                     if k.needs_all_rows and not (adds_up and i == 0)
@@ -169,19 +181,18 @@ class EquationAnalysis:
                 ]
             else:
                 roots = {root for k in numbers if k.node is not None for root in k.node.roots()}
-                after = any(self.backward.get(root) for root in roots)
+                after = any(self.is_backward(root) for root in roots)
                 return refused(eqn, BENDS if backward else AFTER if after else TAKES)
         if name in KERNELS:
-            return self._opaque(pair, kinds)
+            return self._opaque(eqn, kinds)
         if not any(k.rows for k in kinds):
-            return self.of_fixed(pair, kinds)
+            return self.of_fixed(eqn, kinds)
         if name in CALLBACKS:
             return refused(eqn, _CALLS)
         rule = RULES.get(name)
         out = None if rule is None else rule(eqn, kinds)
         if out is None:
-            both_outs = zip(eqn.outvars, pair.micro_eqn.outvars, strict=True)
-            shape = next(filter(None, (self._misshapen(w, m) for w, m in both_outs)), None)
+            shape = next(filter(None, map(self._misshapen, eqn.outvars)), None)
             why, at = UNKNOWN if rule is None else MIXES, where(eqn)
             if rule is not None and rule(eqn, [k.but(index="") for k in kinds]) is not None:
                 why, at = _NUMBERS, together(kinds)["counted"]
@@ -190,65 +201,69 @@ class EquationAnalysis:
             self.drawn.append(where(eqn))
             out = out.but(index="")
         if out.reduced:
-            self.backward[path] = backward
-            if path in self.choices.own:
+            key = eqn.outvars[0]
+            self.reductions[key] = Reduction(place, backward)
+            if key in self.choices.own:
                 if not backward:
                     self.owners.append(where(eqn))
                 adds = backward and out.name == "sum"
-                own = RowKind("own", adds=adds, learned=out.learned, node=Node(path))
+                own = RowKind("own", adds=adds, learned=out.learned, node=Node(key))
                 return [own] * len(eqn.outvars)
             before = tuple(k.node for k in kinds if k.reduced and k.node is not None)
-            return [out.but(node=Node(path, before))] * len(eqn.outvars)
-        return self._checked(pair, out.but(home=None, guarded=(), node=None))
+            return [out.but(node=Node(key, before))] * len(eqn.outvars)
+        return self._checked(eqn, out.but(home=None, guarded=(), node=None))
 
-    def _checked(self, pair: EquationPair, out: RowKind) -> Kinds:
-        """Returns the layout ``out`` for each result whose shapes agree with it, "mixed" for the
+    def is_backward(self, reduction: Atom) -> bool:
+        """Returns whether the backward pass computes a reduction."""
+        return reduction in self.reductions and self.reductions[reduction].backward
+
+    def _checked(self, eqn: Equation, out: RowKind) -> Kinds:
+        """Returns the layout ``out`` for each result whose shape agrees with it, "mixed" for the
         others."""
         outs = []
-        for w, m in zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True):
-            shape = self._misshapen(w, m)
-            same = out.rows and shape is None and scaled(w.aval, m.aval) == [out.dim]
-            same = same and self._divides(out, w.aval.shape[out.dim], m.aval.shape[out.dim])
-            outs.append(out if same else mixed(MIXES, where(pair.global_eqn), shape))
+        for v in eqn.outvars:
+            shape = self._misshapen(v)
+            same = out.rows and shape is None and growing(v) == [out.dim]
+            same = same and self._divides(out, v.aval.shape[out.dim])
+            outs.append(out if same else mixed(MIXES, where(eqn), shape))
         return outs
 
-    def _divides(self, rows: RowKind, global_size: int, micro_size: int) -> bool:
-        """Returns whether all stretches of rows in a dimension of these sizes are equally long."""
-        outer = rows.outer or 1
-        remainder = 0 if self.sizes.neighbours else global_size % (outer * self.sizes.global_rows)
-        return not remainder and micro_size % outer == 0
+    def _divides(self, rows: RowKind, size: Any) -> bool:
+        """Returns whether all stretches of rows in a dimension of this size are equally long."""
+        outer, each = rows.outer or 1, self.symbolic.rows.per_row(size)
+        if each is None or (not self._neighbours and each % outer):
+            return False
+        return self.symbolic.rows.at(size, self._rows) % outer == 0
 
-    def _misshapen(self, global_var: Atom, micro_var: Atom) -> tuple[int, ...] | None:
+    def _misshapen(self, v: Atom) -> tuple[int, ...] | None:
         """Returns the shape of a variable that has rows in several dimensions, or a dimension that
         does not grow in proportion to the rows; None for other variables."""
-        dims, shape = scaled(global_var.aval, micro_var.aval), global_var.aval.shape
-        fit = all(
-            self.sizes.fit(shape[d], micro_var.aval.shape[d])
-            and self._divides(RowKind("rows"), shape[d], micro_var.aval.shape[d])
-            for d in dims
-        )
-        return None if len(dims) < 2 and fit else shape
+        dims = growing(v)
+        if len(dims) < 2 and all(self._divides(RowKind("rows"), v.aval.shape[d]) for d in dims):
+            return None
+        return self.symbolic.rows.shape(v, self.symbolic.global_rows)
 
-    def _opaque(self, pair: EquationPair, kinds: Kinds) -> Kinds:
+    def _opaque(self, eqn: Equation, kinds: Kinds) -> Kinds:
         """Returns the kinds of a kernel's results: rows if their shapes grow, else sums over
         rows."""
         outs, inherited = [], together(kinds)
         outers = {k.outer for k in kinds if k.rows} - {None, 1}
         if outers or any(k.index for k in kinds):
-            return refused(pair.global_eqn, MIXES)
-        self.kernels.append(where(pair.global_eqn))
-        for w, m in zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True):
-            dims, shape = scaled(w.aval, m.aval), self._misshapen(w, m)
+            return refused(eqn, MIXES)
+        self.kernels.append(where(eqn))
+        for v in eqn.outvars:
+            dims, shape = growing(v), self._misshapen(v)
             if shape is not None:
-                outs.append(mixed(MIXES, where(pair.global_eqn), shape))
+                outs.append(mixed(MIXES, where(eqn), shape))
             else:
                 rows = RowKind("rows", dim=dims[0], outer=1, **inherited) if dims else None
                 outs.append(rows or RowKind("sum", **inherited))
         return outs
 
-    def of_numbers(self, eqn: Equation, kinds: Kinds, path: Path, backward: bool) -> Kinds:
+    def of_numbers(self, kinds: Kinds, place: Place, backward: bool) -> Kinds:
         """Returns the kinds of the results of an equation without rows, on reductions over rows or
         values computed from them. Inside a loop that is a conflict, as with rows."""
+        eqn = place[-1]
         result = RowKind("global", **together(kinds))
         if any(k.name == "own" for k in kinds):
             if eqn.primitive.name == "select_n" and kinds[0].needs_all_rows:
@@ -263,10 +278,10 @@ class EquationAnalysis:
             total = reduced(eqn, kinds)
             if total is not None:
                 return [total] * len(eqn.outvars)
-        if len(path) > 1:
+        if len(place) > 1:
             if not self.hopeful:
                 return refused(eqn, _INSIDE)
-            self.conflicts += [Conflict(k, backward, path) for k in kinds if k.needs_all_rows]
+            self.conflicts += [Conflict(k, backward, place) for k in kinds if k.needs_all_rows]
         if eqn.primitive.name == "select_n":
             result = result.but(guarded=tuple(eqn.invars[1:]))
         return [result] * len(eqn.outvars)
@@ -296,9 +311,3 @@ def is_sum(eqn: Equation, kinds: Kinds) -> bool:
         return False
     total = reduced(eqn, given)
     return total is not None and total.name == "sum"
-
-
-def grows(pair: EquationPair) -> bool:
-    """Returns whether a result of the equation grows with the number of rows."""
-    outs = zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True)
-    return any(w.aval.shape != m.aval.shape for w, m in outs)

@@ -15,17 +15,17 @@ class Node:
     """A value reduced over rows, and the reductions that it is computed from.
 
     Attributes:
-      key: The path of the reduction over rows that computes the value; None where the value only
-        combines its parents.
+      key: The first result of the reduction over rows that computes the value; None where the value
+        only combines its parents.
       parents: The nodes of the reduced values that this one is computed from.
     """
 
-    key: tuple[int, ...] | None = None
+    key: Atom | None = None
     parents: tuple[Node, ...] = ()
 
-    def roots(self) -> set[tuple[int, ...]]:
+    def roots(self) -> set[Atom]:
         """Returns the keys of all reductions over rows that the value is computed from."""
-        roots, seen, left = set(), {id(self)}, [self]
+        roots, seen, left = set[Atom](), {id(self)}, [self]
         while left:
             node = left.pop()
             if node.key is not None:
@@ -77,7 +77,7 @@ class RowKind:
         other values too; "negative" if it holds whether that index is below 0; "number" if it
         holds another value computed from the index; else empty.
       counted: The equation that makes the indices of rows, as in :class:`Problem`; else empty.
-      sizes: Paths of the equations that compute a "fixed" value from the number of rows.
+      sizes: The numbers of rows from which a "fixed" value is computed.
       learned: True if the value depends on the state of the training.
       node: The reductions over rows that the value is computed from.
       home: The variable of the step (not of an inner program) that holds the value.
@@ -93,7 +93,7 @@ class RowKind:
     index: str = ""
     column: int = 0
     counted: str = ""
-    sizes: frozenset[tuple[int, ...]] = frozenset()
+    sizes: frozenset[Atom] = frozenset()
     learned: bool = False
     node: Node | None = None
     home: Atom | None = None

@@ -60,14 +60,6 @@ class Lanes(NamedTuple):
         """The number of lanes."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
-    def divided(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Returns the shape of a leaf [k, rows, ...] of a batch, divided into each lane's own
-        micro-batches: [k * lanes, rows / lanes, ...]."""
-        if not shape.shape:
-            return shape
-        k, rows, *rest = shape.shape
-        return jax.ShapeDtypeStruct((k * self.number, rows // self.number, *rest), shape.dtype)
-
     def entering(self, args: Sequence[Any]) -> list[Any]:
         """Returns a step's arguments for the lanes. In a lane of one device a gathered parameter is
         a plain array: as a :class:`~zerojax.collectives.Shard`, it would let arrays of rows with

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from zerojax.accumulation.analysis import Analysis
-from zerojax.accumulation.equation_analysis import Choices, Path
+from zerojax.accumulation.equation_analysis import Choices
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.symbolic import Symbolic
 from zerojax.graph.def_use import graph_of
+from zerojax.xla.types import Atom
 
 
 def analyse(
-    global_flat: Flat, micro_flat: Flat, given: Sequence[RowKind], rest: Sequence[int]
+    symbolic: Symbolic, given: Sequence[RowKind], rows: int, rest: Sequence[int]
 ) -> tuple[Analysis, Choices]:
     """Analyses a step, and resolves its conflicts as far as possible.
 
@@ -25,23 +27,24 @@ def analyse(
       ``custom_vjp``'s, are over all rows.
 
     Args:
-      global_flat, micro_flat: The step traced on the global batch and on a micro-batch.
+      symbolic: The step.
       given: The kinds of its arguments.
+      rows: Rows of a micro-batch.
       rest: Positions, among the results, of state other than parameters and optimizer state.
-
-    Raises:
-      UnevenError: The two programs differ in more than shapes.
     """
     choices = Choices()
-    owned = set[object]()  # places of equations that compute or read batch statistics
+    flat, owned = (
+        symbolic.flat,
+        set[object](),
+    )  # places of equations that compute or read batch statistics
     while True:
-        analysis = Analysis(global_flat, micro_flat, given, choices, hopeful=True)
-        statistics = set[Path]()
+        analysis = Analysis(symbolic, given, rows, choices, hopeful=True)
+        statistics = set[Atom]()
         for i in rest:
-            if (node := analysis.kind(global_flat.outvars[i]).node) is not None:
+            if (node := analysis.kind(flat.outvars[i]).node) is not None:
                 # Reductions of the backward pass are gradients, not batch statistics.
-                statistics |= {r for r in node.roots() if not analysis.backward.get(r)}
-        statistics |= _upstream(global_flat, analysis, statistics)
+                statistics |= {r for r in node.roots() if not analysis.is_backward(r)}
+        statistics |= _upstream(flat, analysis, statistics)
         # A value that the forward pass combines with rows does not belong to a backward pass.
         forward = set()
         for conflict in analysis.conflicts:
@@ -49,7 +52,8 @@ def analyse(
                 roots = conflict.kind.node.roots()
                 forward |= roots
                 if roots and roots <= statistics:
-                    owned |= {analysis.place(path) for path in (conflict.path, *roots)}
+                    owned.add(analysis.bound(conflict.place))
+                    owned |= {analysis.bound_reduction(r) for r in roots}
         owned -= {None}
         before = len(choices.first), len(choices.own)
         for conflict in analysis.conflicts:
@@ -58,21 +62,21 @@ def analyse(
                 choices.first.add(kind.home)
                 continue
             roots = kind.node.roots() if kind.node is not None else set()
-            backward = {r for r in roots if analysis.backward.get(r)} - forward
-            own = {r for r in backward if _differentiates(analysis.place(r), owned)}
+            backward = {r for r in roots if analysis.is_backward(r)} - forward
+            own = {r for r in backward if _differentiates(analysis.bound_reduction(r), owned)}
             if roots <= statistics | own:
                 choices.own |= roots
         if not analysis.conflicts:
             return analysis, choices
         if before == (len(choices.first), len(choices.own)):
-            return Analysis(global_flat, micro_flat, given, choices, hopeful=False), choices
+            return Analysis(symbolic, given, rows, choices), choices
 
 
-def _upstream(flat: Flat, analysis: Analysis, statistics: set[Path]) -> set[Path]:
+def _upstream(flat: Flat, analysis: Analysis, statistics: set[Atom]) -> set[Atom]:
     """Returns the reductions on which statistics depend through rows, such as the mean of a
     variance."""
-    graph, found = graph_of(flat), set[Path]()
-    places = {path[0] for path in statistics}
+    graph, found = graph_of(flat), set[Atom]()
+    places = {graph.place(analysis.reductions[r].place[0]) for r in statistics}
     for conflict in analysis.conflicts:
         start, roots = conflict.kind.home, conflict.kind.node and conflict.kind.node.roots()
         if conflict.backward or start is None or not roots or roots <= statistics:

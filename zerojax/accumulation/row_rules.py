@@ -1,7 +1,7 @@
 """Rules for how equations carry the rows of a batch from their operands to their result.
 
-Each rule takes the equation on the global batch and the kinds of its operands, at least one of
-them "rows", the others "rows", "fixed" or "own" (for a scatter-add's first also "sum"). It returns
+Each rule takes the equation on symbolic rows and the kinds of its operands, at least one of them
+"rows", the others "rows", "fixed" or "own" (for a scatter-add's first also "sum"). It returns
 the layout of rows in the result (or in each result), a reduction such as "sum" if the equation
 reduces over rows, or None if the equation mixes rows.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
 from zerojax.accumulation.reductions import REDUCES
+from zerojax.accumulation.symbolic import is_symbolic
 from zerojax.graph.primitives import (
     BY_ROW,
     CUMULATIVE,
@@ -87,16 +88,15 @@ def _reshape(eqn: Equation, kinds: Kinds) -> RowKind | None:
     order = param(eqn, "dimensions", None)  # of the operand, which is transposed first
     if order is not None:
         old, kind = [old[d] for d in order], kind.but(dim=[*order].index(kind.dim))
-    outside = math.prod(old[: kind.dim]) * (kind.outer or 1)
-    for j, size in enumerate(new):
-        before = math.prod(new[:j])
-        if outside % before == 0 and before * size > outside and size > 1:
-            outer = outside // before
-            if size % outer:
-                return None
-            alike = kind.outer is None and size == old[kind.dim]
-            return kind.but(dim=j, outer=None if alike else outer)
-    return None
+    places = [d for d, n in enumerate(new) if is_symbolic(n)]
+    if len(places) != 1:
+        return None
+    (dim,) = places
+    outer, left = divmod(math.prod(old[: kind.dim]) * (kind.outer or 1), math.prod(new[:dim]))
+    if left or not outer or new[dim] % outer:
+        return None
+    alike = kind.outer is None and new[dim] == old[kind.dim]
+    return kind.but(dim=dim, outer=None if alike else outer)
 
 
 def _squeeze(eqn: Equation, kinds: Kinds) -> RowKind | None:

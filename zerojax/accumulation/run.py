@@ -16,9 +16,7 @@ from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
 from zerojax.accumulation.lines import raised_at
-from zerojax.accumulation.pairs import Sizes, UnevenError
 from zerojax.accumulation.reductions import REDUCTIONS
-from zerojax.accumulation.resize import micro_batch
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.roles import (
     Roles,
@@ -28,6 +26,7 @@ from zerojax.accumulation.roles import (
     warn_of_differences,
 )
 from zerojax.accumulation.split import Crossing, Split, split
+from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.decisions import AFTER_LOOP
 from zerojax.collectives.gathering import plain
@@ -35,6 +34,7 @@ from zerojax.collectives.reduction import add_up, is_quantized, of_all
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Aval, PyTree
 
 Trace = Callable[[PyTree], tuple[AnyJaxpr, PyTree]]
@@ -51,31 +51,32 @@ def accumulator(
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
-def flat_micro(
-    trace: Trace, global_flat: Flat, batch: PyTree, roles: Roles, devices: int = 1
-) -> Flat:
-    """Returns the step on a micro-batch.
+def symbolic_step(
+    trace: Trace, closed: AnyJaxpr, batch: PyTree, roles: Roles, rows: Rows
+) -> Symbolic:
+    """Returns a step on symbolic rows.
 
     Args:
       trace: Traces the step.
-      global_flat: The step on the global batch.
-      batch: Leaves [k, rows, ...].
+      closed: The step on the global batch.
+      batch: The shapes of the global batch, leaves [rows, ...].
       roles: The roles of the step's arguments.
-      devices: See :class:`zerojax.accumulation.pairs.Sizes`.
+      rows: The rows of the global batch, and of another to trace the step on.
 
     Raises:
-      UnevenError: The two programs differ in more than shapes.
+      UnevenError: The step depends on the number of rows in more than numbers.
     """
-    ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
-    sizes = Sizes(k * rows, rows, devices=devices)
+    n = rows.traced[1]
+    shapes = jax.tree.map(lambda x: jaxprs.like(x, (n, *x.shape[1:])) if x.shape else x, batch)
     try:
-        closed = trace(_with_rows(batch, lambda *_: sizes.traced))[0]
+        other = trace(shapes)[0]
     except Exception as e:  # the same step has been traced on the global batch
-        raise _number_written_out(e, sizes.traced, k * rows) from e
-    return micro_batch(global_flat, flatten(closed, roles.learned, roles.batch), sizes)
+        raise _number_written_out(e, *rows.traced) from e
+    one, two = (flatten(x, roles.learned, roles.batch) for x in (closed, other))
+    return Symbolic.of(one, two, rows)
 
 
-def _number_written_out(error: Exception, rows: int, global_rows: int) -> UnevenError:
+def _number_written_out(error: Exception, global_rows: int, rows: int) -> UnevenError:
     place = raised_at(error)
     first = (str(error).splitlines() or [""])[0]
     uneven = UnevenError(
@@ -92,16 +93,8 @@ def _number_written_out(error: Exception, rows: int, global_rows: int) -> Uneven
 
 def rows_together(batch: PyTree) -> PyTree:
     """Returns the shapes of the global batch: leaves [k, rows, ...] become [k * rows, ...]."""
-    return _with_rows(batch, lambda k, rows: k * rows)
-
-
-def _with_rows(batch: PyTree, rows: Callable[[int, int], int]) -> PyTree:
-    """Returns leaves [k, rows, ...] as shapes [rows(k, rows), ...], and scalars unchanged."""
     return jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct((rows(*x.shape[:2]), *x.shape[2:]), x.dtype) if x.shape else x
-        ),
-        batch,
+        lambda x: jaxprs.like(x, (x.shape[0] * x.shape[1], *x.shape[2:])) if x.shape else x, batch
     )
 
 
@@ -167,16 +160,20 @@ class MicroBatches:
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles, self._statistics = dtype, roles, statistics
-        flat = flatten(global_jaxpr, roles.learned, roles.batch)
-        self._want = [*want] or [None] * len(flat.outvars)
-        self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
-        self._sharded = sharded
+        ((_, rows),) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
         try:
-            divided = None if lanes is None else self._divide_into(lanes, trace, flat, batch)
+            symbolic = symbolic_step(
+                trace, global_jaxpr, rows_together(batch), roles, Rows.of(k * rows, rows)
+            )
+            flat = symbolic.on_all(symbolic.flat)
+            self._want = [*want] or [None] * len(flat.outvars)
+            self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
+            self._sharded = sharded
+            divided = None if lanes is None else self._divide_into(lanes, symbolic, flat, rows)
             self.lanes: Lanes | None = None if divided is None else lanes
             # Without lanes each micro-batch's gradients are reduced; quantization needs shards.
             self._sharded |= divided is None and inserter.sent.gradients is not None
-            self._divided = divided or self._divide(trace, flat, batch)
+            self._divided = divided or self._divide(symbolic, rows)
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
@@ -190,7 +187,7 @@ class MicroBatches:
         return self._divided.split
 
     def _divide_into(
-        self, lanes: Lanes, trace: Trace, flat: Flat, batch: PyTree
+        self, lanes: Lanes, symbolic: Symbolic, flat: Flat, rows: int
     ) -> _Divided | None:
         """Divides the step into each lane's micro-batches; returns None if lanes would change the
         numbers, or be slower."""
@@ -199,16 +196,15 @@ class MicroBatches:
         if (parts and self._sharded) or not lanes.may_suit(flat):
             return None
         try:
-            divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
+            divided = self._divide(symbolic, rows // lanes.number)
         except (UnevenError, ValueError):
             return None
         return divided if _suits_lanes(divided, lanes) else None
 
-    def _divide(self, trace: Trace, flat: Flat, batch: PyTree) -> _Divided:
-        """Divides the step into the micro-batches of a batch with leaves [k, rows, ...]."""
-        roles = self._roles
-        small = flat_micro(trace, flat, batch, roles)
-        analysis, choices = analyse(flat, small, roles.kinds(flat), roles.rest)
+    def _divide(self, symbolic: Symbolic, rows: int) -> _Divided:
+        """Divides the step into micro-batches of some rows."""
+        roles, flat = self._roles, symbolic.flat
+        analysis, choices = analyse(symbolic, roles.kinds(flat), rows, roles.rest)
         carry = carried(flat, analysis, roles.rest)
         if not self._statistics:
             refuse_statistics(roles, analysis, flat, self._k)
@@ -217,7 +213,7 @@ class MicroBatches:
         if not self._sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         return _Divided(
-            split(flat, small, analysis, choices.first, stacked, carry, wants),
+            split(symbolic, analysis, rows, choices.first, stacked, carry, wants),
             analysis,
             {i: analysis.kind(flat.outvars[i]).added for i in stacked},
             averaged,

@@ -7,13 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.literals import with_global_sizes
-from zerojax.accumulation.pairs import EquationPair
+from zerojax.accumulation.symbolic import Symbolic
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
@@ -70,9 +68,9 @@ class Split:
 
 
 def split(
-    global_flat: Flat,
-    micro_flat: Flat,
+    symbolic: Symbolic,
     analysis: Analysis,
+    rows: int,
     first: Collection[Atom],
     stacked: Sequence[int],
     carry: Mapping[int, Atom],
@@ -81,53 +79,48 @@ def split(
     """Splits a step.
 
     Args:
-      global_flat, micro_flat: The step traced on the global batch and on a micro-batch.
-      analysis: The analysis of both.
+      symbolic: The step.
+      analysis: Its analysis.
+      rows: Rows of a micro-batch.
       first: Variables that depend only on the batch.
       stacked: Positions of results that each micro-batch computes.
       carry: By position among the arguments, the variable with the next micro-batch's argument.
       wants: The specs of gradients, by variable.
+
+    Raises:
+      UnevenError: The step is not known for as many rows.
     """
-    early = [v for eqn in global_flat.eqns for v in eqn.outvars if v in first]
-    chosen = _Once(global_flat, analysis, {*early}, {*carry.values()}, wants)
-    done = [i for i in range(len(global_flat.outvars)) if i not in {*stacked}]
-    chosen.need(global_flat.outvars[i] for i in done)
-    chosen.need(v for pair in chosen.effects() for v in pair.global_eqn.invars)
-    micro_of = _micro_variables(global_flat, micro_flat, analysis)
+    flat = symbolic.flat
+    early = [v for eqn in flat.eqns for v in eqn.outvars if v in first]
+    chosen = _Once(symbolic, analysis, {*early}, {*carry.values()}, wants)
+    done = [i for i in range(len(flat.outvars)) if i not in {*stacked}]
+    chosen.need(flat.outvars[i] for i in done)
+    chosen.need(v for eqn in chosen.effects() for v in eqn.invars)
     crossing = [
         Crossing(v, analysis.kind(v).added.name, wants.get(v), _is_half(v) and chosen.taken_wide(v))
         for v in chosen.crossing
     ]
     last = list(chosen.last)
-    pairs = list(enumerate(analysis.pairs))
-    effect_positions = {i for i, pair in pairs if pair.global_eqn.effects} - {*chosen.eqns}
-    outs = [*chosen.crossing, *last, *(global_flat.outvars[i] for i in stacked), *carry.values()]
-    eqns = with_global_sizes(analysis)
-    # Constants, too, may depend on the number of rows.
-    consts = [
-        w if np.shape(w) == np.shape(m) else m
-        for w, m in zip(global_flat.consts, micro_flat.consts, strict=True)
-    ]
-    micro_flat = dataclasses.replace(micro_flat, consts=consts)
+    effects = {i for i, eqn in enumerate(flat.eqns) if eqn.effects} - {*chosen.eqns}
+    outs = [*chosen.crossing, *last, *(flat.outvars[i] for i in stacked), *carry.values()]
+    once = dataclasses.replace(
+        flat,
+        invars=[*flat.invars, *early, *chosen.crossing, *last],
+        eqns=[*map(chosen.eqns.__getitem__, sorted(chosen.eqns))],
+        outvars=[flat.outvars[i] for i in done],
+    )
     return Split(
-        first=_pruned(global_flat, [pair.global_eqn for _, pair in pairs], [], early),
-        micro=_pruned(
-            micro_flat, eqns, [micro_of[v] for v in early], [_read(micro_of, v) for v in outs],
-            keep=effect_positions,
+        first=symbolic.on_all(_pruned(flat, [], early)),
+        micro=symbolic.on_some(
+            _pruned(flat, early, outs, keep=effects), rows, frozenset(analysis.own)
         ),
-        once=Flat(
-            [*global_flat.invars, *early, *chosen.crossing, *last],
-            [*map(chosen.eqns.__getitem__, sorted(chosen.eqns))],
-            [global_flat.outvars[i] for i in done],
-            global_flat.constvars,
-            global_flat.consts,
-        ),
+        once=symbolic.on_all(once),
         crossing=crossing,
         n_last=len(last),
         stacked=list(stacked),
         carry=list(carry),
         done=done,
-    )  # fmt: skip
+    )
 
 
 class _Once:
@@ -135,15 +128,16 @@ class _Once:
 
     def __init__(
         self,
-        global_flat: Flat,
+        symbolic: Symbolic,
         analysis: Analysis,
         early: set[Atom],
         passed: set[Atom],
         wants: Mapping[Atom, Spec],
     ) -> None:
         self._analysis, self._wants = analysis, wants
-        self._available = {*global_flat.invars, *global_flat.constvars, *early}
-        self._passed, self._graph = passed, graph_of(global_flat)
+        flat = symbolic.flat
+        self._available = {*flat.invars, *flat.constvars, *early, *symbolic.numbers}
+        self._passed, self._flat, self._graph = passed, flat, graph_of(flat)
         self.eqns: dict[int, Equation] = {}
         self.crossing: dict[Atom, None] = {}
         self.last: dict[Atom, None] = {}
@@ -216,16 +210,14 @@ class _Once:
                 return False
         return True
 
-    def effects(self) -> list[EquationPair]:
+    def effects(self) -> list[Equation]:
         """Adds equations with effects (prints) on values that are known once, and returns them."""
         effects = []
-        for i, pair in enumerate(self._analysis.pairs):
-            kinds = [self._analysis.kind(v) for v in pair.global_eqn.invars]
-            if pair.global_eqn.effects and all(
-                k.needs_all_rows or k.name == "fixed" for k in kinds
-            ):
-                self.eqns[i] = pair.global_eqn
-                effects.append(pair)
+        for i, eqn in enumerate(self._flat.eqns):
+            kinds = [self._analysis.kind(v) for v in eqn.invars]
+            if eqn.effects and all(k.needs_all_rows or k.name == "fixed" for k in kinds):
+                self.eqns[i] = eqn
+                effects.append(eqn)
         return effects
 
 
@@ -238,38 +230,18 @@ def _same_sort(one: Atom, other: Atom) -> bool:
     return a == b or (jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating))
 
 
-def _micro_variables(global_flat: Flat, micro_flat: Flat, analysis: Analysis) -> dict[Atom, Atom]:
-    """Maps variables of the global batch's trace to those of the micro-batch's."""
-    micro_of = dict(
-        zip(
-            (*global_flat.invars, *global_flat.constvars),
-            (*micro_flat.invars, *micro_flat.constvars),
-            strict=True,
-        )
-    )
-    for pair in analysis.pairs:
-        micro_of.update(zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True))
-    return micro_of
-
-
-def _read(micro_of: Mapping[Atom, Atom], atom: Atom) -> Atom:
-    return atom if isinstance(atom, core.Literal) else micro_of[atom]
-
-
 def _pruned(
-    flat: Flat,
-    eqns: Sequence[Equation],
-    more: Sequence[Atom],
-    outs: Sequence[Atom],
-    keep: Collection[int] = (),
+    flat: Flat, more: Sequence[Atom], outs: Sequence[Atom], keep: Collection[int] = ()
 ) -> Flat:
     """Returns the part of a program that computes ``outs`` from its arguments and ``more``.
     Equations at the positions ``keep`` are kept."""
     needed = {*jaxprs.variables(outs)}
     given = {*more}
     kept: list[Equation] = []
-    for i, eqn in reversed([*enumerate(eqns)]):
+    for i, eqn in reversed([*enumerate(flat.eqns)]):
         if i in keep or any(v in needed and v not in given for v in eqn.outvars):
             kept.append(eqn)
             needed.update(jaxprs.variables(eqn.invars))
-    return Flat([*flat.invars, *more], kept[::-1], list(outs), flat.constvars, flat.consts)
+    return dataclasses.replace(
+        flat, invars=[*flat.invars, *more], eqns=kept[::-1], outvars=list(outs)
+    )

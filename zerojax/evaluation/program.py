@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
-from zerojax.accumulation.pairs import Sizes
+from zerojax.accumulation.symbolic import Rows
 from zerojax.collectives import Inserter, kept
 from zerojax.collectives.gathering import Thresholds
 from zerojax.collectives.host import Fetchable
@@ -20,7 +20,7 @@ from zerojax.devices.mesh import batch_devices, micro_batch_devices
 from zerojax.distributed import log
 from zerojax.evaluation.batch import Division, like, rows_of
 from zerojax.evaluation.objects import Subject
-from zerojax.evaluation.rows import ByRows, TracedFunction, divided
+from zerojax.evaluation.rows import ByRows, TracedFunction
 from zerojax.evaluation.stages import Stages
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.def_use import graph_of
@@ -52,11 +52,15 @@ class Execution(NamedTuple):
       division: The division of the batch; None if the function runs on all rows at once.
       filled: The division by which the batch is padded: ``division``, or one in which each
         process's own rows divide among its devices; None if neither is needed.
+      full: The function on all rows.
+      by_rows: The divided function; None if ``division`` is.
     """
 
     used: tuple[bool, ...]
     division: Division | None
     filled: Division | None
+    full: TracedFunction
+    by_rows: ByRows | None
 
 
 class EvaluationProgram:
@@ -194,9 +198,9 @@ class EvaluationProgram:
         rows = self._placer.leaves
         blocks = 1 if rows.own_rows(batch) is None else rows.blocks
         batch_shapes = self._placer.shapes(batch)
-        leaves, tree = jax.tree.flatten((batch_shapes, arrays))
-        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        key = shapes, tree, static, blocks
+        leaves, tree = jax.tree.flatten(batch_shapes)
+        shapes = tuple((x.shape, x.dtype) for x in leaves)
+        key = shapes, tree, tuple(map(jax.typeof, arrays)), static, blocks
         if key not in self._known:
             self._known[key] = self._work_out(batch_shapes, blocks, arrays, static)
         return self._known[key]
@@ -218,9 +222,10 @@ class EvaluationProgram:
         division = None
         if rows is not None:
             division = Division.of(rows, self._micro, self._placer.world, blocks)
+        by_rows = None
         if division is not None:
             try:
-                self._by_rows(batch, arrays, static, division)
+                by_rows = self._by_rows(traced, batch, arrays, static, division)
             except Undivided as reason:
                 instead = f"not in {division.times} micro-batches of {division.part}"
                 if division.times == 1:
@@ -231,7 +236,7 @@ class EvaluationProgram:
                         self.function.__name__, division.rows, instead, reason,
                     )  # fmt: skip
                 division = None
-        return Execution(used, division, division or filled)
+        return Execution(used, division, division or filled, traced, by_rows)
 
     def _traced(self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static) -> TracedFunction:
         """Traces the function on abstract, unsharded arrays of a state."""
@@ -267,26 +272,29 @@ class EvaluationProgram:
 
     def _by_rows(
         self,
+        full: TracedFunction,
         batch: PyTree,
         arrays: Sequence[ArrayLike],
         static: Static,
         division: Division,
-        part: int | None = None,
-    ) -> tuple[ByRows, PyTreeDef]:
-        """Returns the divided function, and the structure of its results.
-
-        Args:
-          part: The rows of a part; None for those of a micro-batch.
+    ) -> ByRows:
+        """Returns the divided function.
 
         Raises:
           Undivided: The function cannot be divided.
         """
-
-        def trace(rows: int) -> TracedFunction:
-            return self._traced(like(batch, rows), arrays, static)
-
-        sizes = Sizes(division.rows, part or division.part)
-        return divided(trace, sizes, padded=division.padded != division.rows)
+        rows = Rows.of(division.rows, division.part)
+        _, other = rows.traced
+        try:
+            part = self._traced(like(batch, other), arrays, static)
+        except Exception as error:
+            raise Undivided(
+                f"on {other} rows it fails ({type(error).__name__}); an array with a row "
+                "for each of the batch belongs into the batch, see batch_argnums"
+            ) from error
+        by_rows = ByRows(full, part, rows, padded=division.padded != division.rows)
+        by_rows(division.part)
+        return by_rows
 
     def _run(
         self,
@@ -315,18 +323,18 @@ class EvaluationProgram:
         if execution.division is None:
             if (filled := execution.filled) is not None:
                 batch = jax.tree.map(lambda x: filled.without_copies(x) if x.ndim else x, batch)
-            traced = self._traced(jax.tree.map(jaxprs.like, batch), arrays, static)
-            closed, structure = traced.closed, traced.out
+            closed = execution.full.closed
             if self._stages is not None:
 
                 def smaller(n: int) -> AnyJaxpr:
                     return self._traced(like(batch, n), arrays, static).closed
 
-                closed = self._stages(closed, smaller, traced.batch)
+                closed = self._stages(closed, smaller, execution.full.batch)
             outs = self._run_on(closed, [*state, *jax.tree.leaves(batch), *arrays])
         else:
-            outs, structure = self._in_parts(state, batch, arrays, static, execution.division)
-        out, changed = jax.tree.unflatten(structure, outs)
+            assert execution.by_rows is not None
+            outs = self._in_parts(state, batch, arrays, execution.division, execution.by_rows)
+        out, changed = jax.tree.unflatten(execution.full.out, outs)
         pairs = zip(changed, self._keeping, strict=bool(changed))
         return self._plan.results(out), [None if x is None else keep(x) for x, keep in pairs]
 
@@ -335,11 +343,11 @@ class EvaluationProgram:
         state: list[object],
         batch: PyTree,
         arrays: list[jax.Array],
-        static: Static,
         division: Division,
-    ) -> tuple[list[jax.Array], PyTreeDef]:
+        by_rows: ByRows,
+    ) -> list[jax.Array]:
         """Runs the program of each micro-batch, and then the program that runs once."""
-        by_rows, structure = self._by_rows(batch, arrays, static, division)
+        parts = by_rows(division.part)
         leaves, mesh = jax.tree.leaves(batch), self._plan.lowering_mesh
         rows = [division.micro_batches(x, mesh) for x in leaves if x.ndim]
         counts = None
@@ -347,9 +355,8 @@ class EvaluationProgram:
             counts = division.micro_batches(jnp.asarray(division.counts()), mesh)
 
         def program(n: int) -> tuple[AnyJaxpr, PyTreeDef]:
-            function, _ = self._by_rows(batch, arrays, static, division, n)
             shapes = like((leaves, None if counts is None else counts[0]), n)
-            return self._jaxpr(function.part, [*shapes[0], *arrays], shapes[1])
+            return self._jaxpr(by_rows(n).part, [*shapes[0], *arrays], shapes[1])
 
         closed, results = program(division.part)
         if self._stages is not None:
@@ -365,9 +372,9 @@ class EvaluationProgram:
             micro = [next(slices) if x.ndim else x for x in leaves]
             given = [*state, *jax.tree.leaves((micro, arrays, xs[1]))]
             added, outs = jax.tree.unflatten(results, self._run_on(closed, given))
-            return by_rows.add(totals, added), outs
+            return parts.add(totals, added), outs
 
-        totals = by_rows.zeros()
+        totals = parts.zeros()
         if division.times == 1:
             totals, stacked = part(totals, jax.tree.map(lambda x: x[0], (rows, counts)))
             stacked = [x[None] for x in stacked]
@@ -375,9 +382,10 @@ class EvaluationProgram:
             totals, stacked = lax.scan(part, totals, (rows, counts))
         outs = [division.in_rows(x, mesh) for x in stacked]
         others = [*[None if x.ndim else x for x in leaves], *arrays]
-        closed, results = self._jaxpr(by_rows.finish, others, totals, outs)
+        closed, results = self._jaxpr(parts.finish, others, totals, outs)
         given = [*state, *jax.tree.leaves((others, totals, outs))]
-        return jax.tree.unflatten(results, self._run_on(closed, given)), structure
+        outs = jax.tree.unflatten(results, self._run_on(closed, given))
+        return outs
 
     def _jaxpr(
         self, function: Callable[..., PyTree], others: list[Any], *more: PyTree

@@ -8,28 +8,25 @@ that combines rows in another way is not divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from zerojax.accumulation.analysis import Analysis
-from zerojax.accumulation.equation_analysis import Choices, Path
+from zerojax.accumulation.equation_analysis import Choices, Reduction
 from zerojax.accumulation.flat import flatten
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.literals import changed_rule
-from zerojax.accumulation.pairs import Sizes, UnevenError
 from zerojax.accumulation.reductions import REDUCTIONS
-from zerojax.accumulation.resize import micro_batch
 from zerojax.accumulation.split import split
+from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
 from zerojax.evaluation.masks import Mask
-from zerojax.evaluation.undivided import DEPENDS, RUNS_OVER, TOGETHER, Undivided
+from zerojax.evaluation.undivided import RUNS_OVER, TOGETHER, Undivided
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation
@@ -37,7 +34,8 @@ from zerojax.xla.types import AnyJaxpr, Atom, Equation
 _RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p
 
 
-class TracedFunction(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TracedFunction:
     """A function as a jaxpr of arrays, some of them those of the batch.
 
     Attributes:
@@ -51,49 +49,18 @@ class TracedFunction(NamedTuple):
     out: PyTreeDef
 
 
-def divided(
-    trace: Callable[[int], TracedFunction], sizes: Sizes, *, padded: bool
-) -> tuple[ByRows, PyTreeDef]:
-    """Returns a divided function, and the structure of its results.
-
-    Args:
-      trace: Traces the function on a number of rows.
-      sizes, padded: As for :class:`ByRows`.
-
-    Raises:
-      Undivided: The function cannot be divided.
-    """
-    full = trace(sizes.global_rows)
-    try:
-        part = trace(sizes.traced)
-    except Exception as error:
-        raise Undivided(
-            f"on {sizes.traced} rows it fails ({type(error).__name__}); an array with a row "
-            "for each of the batch belongs into the batch, see batch_argnums"
-        ) from error
-    if full.out != part.out:
-        raise Undivided("its results depend on the number of rows")
-    return ByRows(full.closed, part.closed, sizes, full.batch, padded=padded), full.out
-
-
 class ByRows:
     """A function divided into what runs part by part and what runs once.
 
     Args:
-      full: Closed jaxpr of the function on a batch of ``sizes.global_rows`` rows.
-      part: Closed jaxpr of the function on ``sizes.traced`` rows.
-      sizes: Rows of the full batch and of a part.
-      batch: For each argument, whether it is an array of the batch, whose first dimension holds the
-        rows.
+      full: The function on a batch of ``rows.traced[0]`` rows.
+      other: The function on ``rows.traced[1]`` rows.
+      rows: The numbers of rows.
       padded: Whether a part may have rows that do not count.
       differentiated: Whether the function is differentiated afterwards; if so, checkpoints and
         functions with custom derivatives are kept.
       noise: Whether random numbers may have the rows in their shape, so that they differ from those
         of the full batch.
-
-    Attributes:
-      stacked: Positions of the results that hold rows, computed part by part; the other results are
-        values of the full batch.
 
     Raises:
       Undivided: The function cannot be divided; the message says why.
@@ -101,43 +68,67 @@ class ByRows:
 
     def __init__(
         self,
-        full: AnyJaxpr,
-        part: AnyJaxpr,
-        sizes: Sizes,
-        batch: Sequence[bool],
+        full: TracedFunction,
+        other: TracedFunction,
+        rows: Rows,
         *,
         padded: bool,
         differentiated: bool = False,
         noise: bool = False,
     ) -> None:
-        if jaxprs.open_jaxpr(full)[0].effects:
+        if jaxprs.open_jaxpr(full.closed)[0].effects:
             raise Undivided("it prints, or calls back into Python")
-        rows = [i for i, has_rows in enumerate(batch) if has_rows]
-        others = [i for i, has_rows in enumerate(batch) if not has_rows]
+        if full.out != other.out:
+            raise Undivided("its results depend on the number of rows")
+        batch = [i for i, has_rows in enumerate(full.batch) if has_rows]
+        others = [i for i, has_rows in enumerate(full.batch) if not has_rows]
         keeps = (prims.remat_p, *_RULES) if differentiated else ()
-        self._flat, traced = (flatten(x, others, rows, keeps) for x in (full, part))
-        self._sizes = sizes
-        given = [RowKind("rows", dim=0, outer=1) if x else FIXED for x in batch]
+        one, two = (flatten(x.closed, others, batch, keeps) for x in (full, other))
+        self._given = [RowKind("rows", dim=0, outer=1) if x else FIXED for x in full.batch]
+        self._padded, self._noise = padded, noise
         try:
-            micro = micro_batch(self._flat, traced, sizes)
-            self._analysis = Analysis(
-                self._flat, micro, given, Choices(), hopeful=False, neighbours=False
-            )
-            self._check_assumptions(noise)
-            self._kinds = [self._kind(v) for v in self._flat.outvars]
-            self.stacked: list[int] = [i for i, kind in enumerate(self._kinds) if kind.rows]
-            self._split = split(self._flat, micro, self._analysis, (), self.stacked, {}, {})
-            rule = changed_rule(self._analysis, _RULES) if differentiated else None
+            self._symbolic = Symbolic.of(one, two, rows)
         except UnevenError as e:
             raise Undivided.uneven(e) from e
-        if rule is not None:
-            raise Undivided.at(where(rule), DEPENDS)
-        self._masks = self._masked() if padded else {}
 
-    def _check_assumptions(self, noise: bool) -> None:
-        """Raises Undivided if only shapes show what an equation does with the rows."""
+    def __call__(self, rows: int) -> Parts:
+        """Returns the function's programs for parts of some rows.
+
+        Raises:
+          Undivided: The function cannot be divided.
+        """
+        try:
+            return Parts(self._symbolic, self._given, rows, self._padded, self._noise)
+        except UnevenError as e:
+            raise Undivided.uneven(e) from e
+
+
+class Parts:
+    """The programs of a divided function for parts of some rows.
+
+    Args:
+      symbolic: The function.
+      given: The kinds of its arguments.
+      rows: Rows of a part.
+      padded, noise: See :class:`ByRows`.
+
+    Attributes:
+      stacked: Positions of the results that hold rows, computed part by part; the other results are
+        values of the full batch.
+    """
+
+    def __init__(
+        self, symbolic: Symbolic, given: Sequence[RowKind], rows: int, padded: bool, noise: bool
+    ) -> None:
+        self._symbolic, self._rows = symbolic, rows
+        self._analysis = Analysis(symbolic, given, rows, Choices(), neighbours=False)
+        # Only shapes show what a kernel does with the rows.
         for place in (*self._analysis.kernels, *(() if noise else self._analysis.drawn)):
             raise Undivided.at(place, TOGETHER)
+        self._kinds = [self._kind(v) for v in symbolic.flat.outvars]
+        self.stacked: list[int] = [i for i, kind in enumerate(self._kinds) if kind.rows]
+        self._split = split(symbolic, self._analysis, rows, (), self.stacked, {}, {})
+        self._masks = self._masked() if padded else {}
 
     def _kind(self, v: Atom) -> RowKind:
         """Returns the kind of a result.
@@ -145,11 +136,11 @@ class ByRows:
         Raises:
           Undivided: Parts cannot compute the result.
         """
-        kind = FIXED if isinstance(v, core.Literal) else self._analysis.kind(v)
+        kind = self._analysis.kind(v)
         if kind.problem is not None:
-            raise Undivided.because(kind.problem, self._sizes)
+            raise Undivided.because(kind.problem, self._symbolic.global_rows)
         if kind.index or (kind.rows and kind.outer not in (1, None)):
-            producer = graph_of(self._flat).producer(v)
+            producer = graph_of(self._symbolic.flat).producer(v)
             raise Undivided.at(where(producer), TOGETHER)
         return kind
 
@@ -160,19 +151,18 @@ class ByRows:
           Undivided: Rows are reduced within a loop or a call, where they cannot be masked.
         """
         numbers = (self._analysis.kind(x.variable) for x in self._split.crossing)
-        paths = {path for x in numbers if x.node is not None for path in x.node.roots()}
-        return dict(map(self._mask, sorted(paths)))
+        keys = [key for x in numbers if x.node is not None for key in x.node.roots()]
+        return {key: self._mask(self._analysis.reductions[key]) for key in keys}
 
-    def _mask(self, path: Path) -> tuple[Atom, Mask]:
-        global_eqn, micro_eqn = self._analysis.pairs[path[0]]
-        if len(path) > 1:
-            inside = self._analysis.equation(path)
-            if inside is None:  # the sum that a loop over the rows carries
-                raise Undivided.at(where(global_eqn), RUNS_OVER)
-            raise Undivided.at(where(inside), f"{TOGETHER} inside {global_eqn.primitive.name}")
-        kinds = [self._analysis.kind(v) for v in global_eqn.invars]
-        how = REDUCTIONS[self._analysis.kind(global_eqn.outvars[0]).name]
-        return micro_eqn.outvars[0], Mask(global_eqn.primitive, kinds, how)
+    def _mask(self, reduction: Reduction) -> Mask:
+        eqn, *inside = reduction.place
+        if reduction.in_loop:
+            raise Undivided.at(where(eqn), RUNS_OVER)
+        if inside:
+            raise Undivided.at(where(inside[-1]), f"{TOGETHER} inside {eqn.primitive.name}")
+        kinds = [self._analysis.kind(v) for v in eqn.invars]
+        how = REDUCTIONS[self._analysis.kind(eqn.outvars[0]).name]
+        return Mask(eqn.primitive, kinds, how)
 
     def zeros(self) -> list[jax.Array]:
         """Returns the totals before the first part."""
@@ -215,7 +205,7 @@ class ByRows:
         return totals, [self._in_front(x, kind) for x, kind in zip(outs[n:], kinds, strict=True)]
 
     def _in_front(self, x: jax.Array, kind: RowKind) -> jax.Array:
-        x, rows = jnp.moveaxis(x, kind.dim, 0), self._sizes.micro_rows
+        x, rows = jnp.moveaxis(x, kind.dim, 0), self._rows
         return x.reshape(rows, x.shape[0] // rows, *x.shape[1:])
 
     def finish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerojax.accumulation.equation_analysis import AFTER, BENDS, BRINGS, LASTS, LOOPS, TAKES
 from zerojax.accumulation.kinds import Problem
-from zerojax.accumulation.pairs import Sizes, UnevenError
+from zerojax.accumulation.symbolic import UnevenError
 
 TOGETHER = "brings rows together"
 DEPENDS = "depends on the number of rows"
@@ -26,11 +26,11 @@ class Undivided(Exception):
         return cls(f"its {name} {does}" + (f" ({place})" if place else ""))
 
     @classmethod
-    def because(cls, problem: Problem, sizes: Sizes) -> Undivided:
-        """Returns the error for a result with a problem, in a function of ``sizes.global_rows``
+    def because(cls, problem: Problem, rows: int) -> Undivided:
+        """Returns the error for a result with a problem, in a function of as many
         rows."""
         if problem.shape is not None:
-            return cls(f"it creates an array of shape {problem.shape} of {sizes.global_rows} rows")
+            return cls(f"it creates an array of shape {problem.shape} of {rows} rows")
         if problem.why == BRINGS:
             return cls("it has a constant with an entry for each row")
         return cls.at(problem.where, _DOES.get(problem.why, TOGETHER))

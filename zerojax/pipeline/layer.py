@@ -12,25 +12,24 @@ Three kinds of equations need the place of these rows, or of the device:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.extend.random import threefry2x32_p
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.pairs import EquationPair, scaled
+from zerojax.accumulation.symbolic import growing
 from zerojax.graph.primitives import DRAWS
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation
+from zerojax.xla.types import AnyJaxpr, Equation
 
 _GENERATOR = "threefry2x32"
 
@@ -41,19 +40,28 @@ class Rows(NamedTuple):
     Attributes:
       first: The first of these rows in the batch, int [].
       number: Their number.
+      of: The number of rows of the batch.
       axes: The axes of the mesh over which the batch is sharded.
     """
 
     first: jax.Array
     number: int
+    of: int
     axes: Collection[str]
+
+
+class EquationPair(NamedTuple):
+    """One equation, on symbolic rows and on those of one device."""
+
+    symbolic: Equation
+    eqn: Equation
 
 
 def run(loop: EquationPair, args: Sequence[Any], rows: Rows) -> list[Any]:
     """Runs one iteration of a loop over layers on some rows of the batch.
 
     Args:
-      loop: The loop on the global batch, and on these rows.
+      loop: The loop.
       args: The arguments of its body.
       rows: The rows.
 
@@ -61,39 +69,29 @@ def run(loop: EquationPair, args: Sequence[Any], rows: Rows) -> list[Any]:
       ValueError: Random numbers are drawn by another generator, or a ``shard_map`` divides arrays
         over axes of the user's.
     """
-    global_jaxpr, micro_jaxpr = (jaxprs.param(eqn, "jaxpr") for eqn in loop)
-    if contains(loop.micro_eqn, _is_special):
-        return _evaluate(global_jaxpr, micro_jaxpr, args, rows)
-    return jaxprs.evaluate(micro_jaxpr, args, jaxprs.bind_anywhere, lambda eqn: False)
+    symbolic, jaxpr = (jaxprs.param(eqn, "jaxpr") for eqn in loop)
+    if contains(loop.eqn, _is_special):
+        return _evaluate(symbolic, jaxpr, args, rows)
+    return jaxprs.evaluate(jaxpr, args, jaxprs.bind_anywhere, lambda eqn: False)
 
 
-def _evaluate(
-    global_jaxpr: AnyJaxpr, micro_jaxpr: AnyJaxpr, args: Sequence[Any], rows: Rows
-) -> list[Any]:
-    """Runs a program on some rows of the batch, equation by equation the one on the global batch.
-    Programs inside it are opened: their variables may name the mesh outside of the pipeline."""
-    program, (jaxpr, consts) = jaxprs.open_jaxpr(global_jaxpr)[0], jaxprs.open_jaxpr(micro_jaxpr)
-    env: dict[Atom, Any] = dict(
-        zip((*program.constvars, *program.invars), (*consts, *args), strict=True)
-    )
-    for pair in map(EquationPair, program.eqns, jaxpr.eqns):
-        values = _read(pair.global_eqn.invars, pair.micro_eqn.invars, env)
-        with jaxprs.named_as(pair.global_eqn):
-            outs = _run(pair, values, rows)
-        env.update(zip(pair.global_eqn.outvars, outs, strict=True))
-    return _read(program.outvars, jaxpr.outvars, env)
+def _evaluate(symbolic: AnyJaxpr, closed: AnyJaxpr, args: Sequence[Any], rows: Rows) -> list[Any]:
+    """Runs a program on some rows of the batch, equation by equation the symbolic one. Programs
+    inside it are opened: their variables may name the mesh outside of the pipeline."""
+    pairs = zip(*(jaxprs.open_jaxpr(x)[0].eqns for x in (symbolic, closed)), strict=True)
+    symbolic_of = {id(eqn): EquationPair(of, eqn) for of, eqn in pairs}
 
+    def run(eqn: Equation, values: list[Any]) -> Sequence[Any]:
+        with jaxprs.named_as(eqn):
+            return _run(symbolic_of[id(eqn)], values, rows)
 
-def _read(atoms: Sequence[Atom], micro_atoms: Sequence[Atom], env: Mapping[Atom, Any]) -> list[Any]:
-    """Returns the values of atoms of the global batch; numbers are those of the micro-batch."""
-    both = zip(atoms, micro_atoms, strict=True)
-    return [m.val if isinstance(m, core.Literal) else env[w] for w, m in both]
+    return jaxprs.evaluate(closed, args, run, lambda eqn: False)
 
 
 def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]:
-    global_eqn, eqn = pair
+    symbolic, eqn = pair
     if eqn.primitive in jaxprs.CALLS:
-        bodies = jaxprs.called_jaxpr(global_eqn), jaxprs.called_jaxpr(eqn)
+        bodies = jaxprs.called_jaxpr(symbolic), jaxprs.called_jaxpr(eqn)
         return _evaluate(*bodies, values, rows)
     if eqn.primitive in _LOOPS:
         return _LOOPS[eqn.primitive](pair, values, rows)
@@ -107,18 +105,18 @@ def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]
             f"a layer divides arrays over axes of its own in shard_map ({where(eqn)}), which "
             "pipeline stages do not support: leave out `sharded` of zero.per_device."
         )
-    if eqn.primitive.name in DRAWS and (dims := scaled(*(e.outvars[0].aval for e in pair))):
-        return [_drawn(pair, values, dims[0], rows)]
+    if eqn.primitive.name in DRAWS and (dims := growing(symbolic.outvars[0])):
+        return [_drawn(eqn, values, dims[0], rows)]
     return jaxprs.bind_anywhere(eqn, values)
 
 
 def _scan(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
-    eqn = pair.micro_eqn
+    eqn = pair.eqn
     a, n = jaxprs.scan_counts(eqn)
-    global_jaxpr, micro_jaxpr = (jaxprs.param(each, "jaxpr") for each in pair)
+    symbolic, closed = (jaxprs.param(each, "jaxpr") for each in pair)
 
     def body(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate(global_jaxpr, micro_jaxpr, [*values[:a], *carry, *entries], rows)
+        outs = _evaluate(symbolic, closed, [*values[:a], *carry, *entries], rows)
         return outs[:n], outs[n:]
 
     length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
@@ -128,22 +126,22 @@ def _scan(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
 
 
 def _while(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
-    global_loop, loop = map(jaxprs.while_parts, pair)
+    symbolic, loop = map(jaxprs.while_parts, pair)
     a = loop.cond_consts
     b = a + loop.body_consts
 
     def goes_on(carry: list[Any]) -> Any:
-        return _evaluate(global_loop.cond, loop.cond, [*values[:a], *carry], rows)[0]
+        return _evaluate(symbolic.cond, loop.cond, [*values[:a], *carry], rows)[0]
 
     def body(carry: list[Any]) -> list[Any]:
-        return _evaluate(global_loop.body, loop.body, [*values[a:b], *carry], rows)
+        return _evaluate(symbolic.body, loop.body, [*values[a:b], *carry], rows)
 
     return lax.while_loop(goes_on, body, list(values[b:]))
 
 
 def _cond(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
-    def branch(global_jaxpr: AnyJaxpr, micro_jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
-        return lambda *operands: _evaluate(global_jaxpr, micro_jaxpr, operands, rows)
+    def branch(symbolic: AnyJaxpr, closed: AnyJaxpr) -> Callable[..., list[Any]]:
+        return lambda *operands: _evaluate(symbolic, closed, operands, rows)
 
     branches = map(branch, *(jaxprs.param(each, "branches") for each in pair))
     index, *operands = values
@@ -172,9 +170,8 @@ def _constrained(eqn: Equation, value: Any, axes: Collection[str]) -> Any:
     return lax.with_sharding_constraint(value, PartitionSpec(*entries)) if named else value
 
 
-def _drawn(pair: EquationPair, values: Sequence[jax.Array], dim: int, rows: Rows) -> jax.Array:
+def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> jax.Array:
     """Draws the random bits of some rows; ``dim`` is the dimension that holds the rows."""
-    eqn, global_size = pair.micro_eqn, pair.global_eqn.outvars[0].aval.shape[dim]
     if len(jaxprs.param(eqn, "shape", ())) < eqn.outvars[0].aval.ndim:
         return jaxprs.bind_anywhere(eqn, values)[0]  # every row has a key
     (key,) = values
@@ -188,7 +185,7 @@ def _drawn(pair: EquationPair, values: Sequence[jax.Array], dim: int, rows: Rows
         jnp.arange(n, dtype=jnp.uint32) for n in (math.prod(shape[:dim]), shape[dim], inner)
     )
     row += rows.first.astype(jnp.uint32) * np.uint32(each)
-    high, low = _product(outer[:, None] * np.uint32(global_size) + row, inner)
+    high, low = _product(outer[:, None] * np.uint32(each * rows.of) + row, inner)
     position = low[..., None] + rest
     high = high[..., None] + (position < rest).astype(jnp.uint32)
     one, two = jax.random.key_data(key)

@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.accumulation.kinds import RowKind
-from zerojax.accumulation.pairs import EquationPair
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.devices.mesh import STAGE
 from zerojax.pipeline import layer
@@ -32,10 +31,10 @@ class LayerLoop(NamedTuple):
 
     Attributes:
       equation: The scan, with the numbers of the global batch, see
-        :mod:`zerojax.accumulation.literals`.
+        :meth:`zerojax.accumulation.symbolic.Symbolic.on_some`.
       operands, results: The kinds of its operands and results.
       dtypes: The dtype in which each result that is a sum is added up.
-      global_equation: The scan on the global batch.
+      symbolic: The scan on symbolic rows.
       rows: One device's rows of one micro-batch.
     """
 
@@ -43,7 +42,7 @@ class LayerLoop(NamedTuple):
     operands: Sequence[RowKind]
     results: Sequence[RowKind]
     dtypes: Sequence[Any]
-    global_equation: Equation
+    symbolic: Equation
     rows: int
 
     def is_stored(self, operand: int) -> bool:
@@ -172,7 +171,8 @@ class Stage:
         for i in self.moving:
             given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
         number = self.loop.rows
-        rows = layer.Rows(self.streams.first_row(micro_batch, number), number, schedule.axes)
+        first = self.streams.first_row(micro_batch, number)
+        rows = layer.Rows(first, number, number * schedule.parts, schedule.axes)
         outs, results = self._run_layers(given, state.results, rows, busy, micro_batch)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=True))
         streaming = {i: self._sent(x, -1) for i, x in streams.items()}
@@ -212,7 +212,7 @@ class Stage:
         first, n, loop = self.carry.start, self.n, self.loop
         # The last slot is never read.
         target = jnp.where(busy, micro_batch, self.schedule.micro_batches)
-        pair = EquationPair(loop.global_equation, loop.equation)
+        pair = layer.EquationPair(loop.symbolic, loop.equation)
 
         def run(state: Any, i: jax.Array) -> Any:
             carry, results = state

@@ -8,8 +8,9 @@ that its loop gives the same numbers micro-batch by micro-batch; the analysis of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,21 +20,20 @@ from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import MIXES, Choices
-from zerojax.accumulation.flat import Flat, flatten
+from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind, mixed
 from zerojax.accumulation.lines import where
-from zerojax.accumulation.literals import with_global_sizes
-from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, pairs, scaled
 from zerojax.accumulation.roles import Roles
-from zerojax.accumulation.run import Trace, accumulator, flat_micro
+from zerojax.accumulation.run import Trace, accumulator, symbolic_step
+from zerojax.accumulation.symbolic import Rows, UnevenError, growing
 from zerojax.collectives.gathering import plain
-from zerojax.graph.def_use import Graph, Slice, graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
 from zerojax.pipeline import slots
 from zerojax.pipeline.loop import LayerLoop
 from zerojax.pipeline.schedule import Schedule
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree, Shaped
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
 
 _FOLLOWED = ELEMENTWISE | LABELS
 _BROADCASTS = _FOLLOWED | RESHAPES
@@ -68,41 +68,35 @@ class Pipeline:
     ) -> None:
         self._name, self._paths = roles.name, roles.paths
         self._schedule, self._dtype = schedule, dtype
-        self._flat = flatten(closed, roles.learned, roles.batch)
-        parts = schedule.micro_batches * schedule.row_devices
-        split = jax.tree.map(lambda x: _split(x, parts), batch)
-        ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(split) if x.shape}
-        self._sizes = Sizes(k * rows, rows)
-        self._global_of: dict[Atom, Atom] = {}
-        self._same: dict[int, tuple[Atom, Slice]] = {}
+        (n,) = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+        self._rows = n // schedule.parts
+        self._same: dict[int, Flat] = {}  # by operand of a loop
+        # Functions of all devices are traced on as many rows for each as a stage runs.
+        each = self._rows * schedule.stages * schedule.row_devices
+        rows = Rows(n, each if each != n else 2 * each)
         try:
-            devices = schedule.stages * schedule.row_devices
-            small = flat_micro(trace, self._flat, split, roles, devices)
-            self._loops = self._found(small, params)
+            self._symbolic = symbolic_step(trace, closed, batch, roles, rows)
+            self._flat = self._symbolic.flat
+            self._loops = self._found(params)
         except UnevenError as e:
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: what it computes depends on the "
                 f"number of rows that it is given ({e}). {e.remedy or ''}".rstrip()
             ) from e
 
-    def _found(self, small: Flat, params: Sequence[bool]) -> dict[int, LayerLoop]:
+    def _found(self, params: Sequence[bool]) -> dict[int, LayerLoop]:
         """Returns the loops over layers, by the position of their equations."""
         found: dict[int, LayerLoop] = {}
         flat = self._flat
         # The parameter that holds a variable's layers; None for residuals of other loops.
         layers: dict[Atom, int | None] = {v: i for i, v in enumerate(flat.invars[: len(params)])}
-        self._global_of = dict(
-            zip((*small.constvars, *small.invars), (*flat.constvars, *flat.invars), strict=True)
-        )
-        for i, pair in enumerate(pairs(flat, small, self._sizes)):
-            eqn = pair.global_eqn
-            self._global_of.update(zip(pair.micro_eqn.outvars, eqn.outvars, strict=True))
+        for i, eqn in enumerate(flat.eqns):
             sources = [v for v in jaxprs.variables(eqn.invars) if v in layers]
             if sources and eqn.primitive.name in _FOLLOWED:
                 layers.update(dict.fromkeys(eqn.outvars, layers[sources[0]]))
-            elif entries := _layers_of(pair, sources):
+            elif entries := _layers_of(eqn, sources):
                 self._check_layers(eqn, [layers[v] for v in entries], params)
-                found[i] = self._loop(pair, small)
+                found[i] = self._loop(eqn)
                 layers.update(dict.fromkeys(eqn.outvars[jaxprs.scan_counts(eqn)[1] :]))
         if not found:
             raise ValueError(
@@ -135,9 +129,8 @@ class Pipeline:
                 "the stacks, and PartitionSpec() for all others."
             )
 
-    def _loop(self, pair: EquationPair, small: Flat) -> LayerLoop:
+    def _loop(self, eqn: Equation) -> LayerLoop:
         """Returns a scan over layers for one device's rows of one micro-batch."""
-        eqn, micro_eqn = pair
         if eqn.effects:  # which idle ticks would have too, on rows of no micro-batch
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: a layer prints, or calls back into "
@@ -145,53 +138,48 @@ class Pipeline:
                 'or leave out the axis "stage".'
             )
         n_consts, n = jaxprs.scan_counts(eqn)
-        both = zip(eqn.invars, micro_eqn.invars, strict=True)
-        given = [self._kind(w, m, eqn) for w, m in both]
-        analysis = Analysis(
-            _as_program(eqn),
-            _as_program(micro_eqn),
-            given,
-            Choices(),
-            hopeful=False,
-            sizes=self._sizes,
-        )
-        results = [analysis.kind(v).added for v in analysis.pairs[0].global_eqn.outvars]
+        given = [self._kind(v, eqn) for v in eqn.invars]
+        alone = dataclasses.replace(self._symbolic, flat=_as_program(eqn))
+        analysis = Analysis(alone, given, self._rows, Choices())
+        results = [analysis.kind(v).added for v in eqn.outvars]
         for kind in results:
             self._check(kind, eqn)
-        (micro,) = with_global_sizes(analysis)
+        (micro,) = alone.on_some(alone.flat, self._rows, frozenset(analysis.own)).eqns
         dtypes = [
             accumulator(v.aval.dtype, self._dtype if i >= n else None)
             if kind.reduced and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             else v.aval.dtype
             for i, (v, kind) in enumerate(zip(eqn.outvars, results, strict=True))
         ]
-        graph = graph_of(small)
-        for i, v in enumerate(micro_eqn.invars[:n_consts]):
-            if given[i].rows and (program := self._same_for_all(v, graph)) is not None:
-                self._same[id(eqn.invars[i])] = v, program
+        for i, v in enumerate(eqn.invars[:n_consts]):
+            if given[i].rows and (program := self._same_for_all(v)) is not None:
+                self._same[id(v)] = program
                 given[i] = FIXED
-        return LayerLoop(micro, given, results, dtypes, eqn, self._sizes.micro_rows)
+        return LayerLoop(micro, given, results, dtypes, eqn, self._rows)
 
-    def _kind(self, w: Atom, m: Atom, eqn: Equation) -> RowKind:
-        """Returns the kind of an operand by its shapes: every position along the dimension that
+    def _kind(self, v: Atom, eqn: Equation) -> RowKind:
+        """Returns the kind of an operand by its shape: every position along the dimension that
         grows holds rows, whatever they were computed from."""
-        dims = scaled(w.aval, m.aval)
+        dims = growing(v)
         if len(dims) > 1:
-            return mixed(MIXES, where(eqn), w.aval.shape)
+            shape = self._symbolic.rows.shape(v, self._symbolic.global_rows)
+            return mixed(MIXES, where(eqn), shape)
         if dims:
             return RowKind("rows", dim=dims[0], outer=1)
-        return FIXED.but(zero=graph_of(self._flat).is_zeros(w))
+        return FIXED.but(zero=graph_of(self._flat).is_zeros(v))
 
-    def _same_for_all(self, v: Atom, graph: Graph) -> Slice | None:
+    def _same_for_all(self, v: Atom) -> Flat | None:
         """Returns the program of a constant that has the same numbers for all rows, such as a mask
-        that jax has broadcast to them before the loop; None for other constants."""
-        program = graph.backward_slice([v], self._is_fixed)
+        that jax has broadcast to them before the loop, on the rows of one device; None for other
+        constants."""
+        program = graph_of(self._flat).backward_slice([v], lambda x: not growing(x))
         known = all(eqn.primitive.name in _BROADCASTS for eqn in program.equations)
-        return program if known and all(map(self._is_fixed, program.ends)) else None
-
-    def _is_fixed(self, v: Atom) -> bool:
-        """Returns whether a variable of the micro-batch's trace has no rows."""
-        return not scaled(self._global_of[v].aval, v.aval)
+        if not known or any(map(growing, program.ends)):
+            return None
+        flat = dataclasses.replace(
+            self._flat, invars=[*program.ends], eqns=[*program.equations], outvars=[v], constvars=[]
+        )
+        return self._symbolic.on_some(flat, self._rows, frozenset())
 
     def _check(self, kind: RowKind, eqn: Equation) -> None:
         if kind.problem is not None:
@@ -212,16 +200,15 @@ class Pipeline:
     def traced(self) -> tuple[Jaxpr, tuple[Any, ...]]:
         """Returns the open jaxpr of the step, which has the same arguments, and its constants:
         those of the step that are shards are the same shards."""
-        flat = self._flat
+        flat = self._symbolic.on_all(self._flat)
         arrays = [plain(x) for x in flat.consts]
         shapes = [jaxprs.like(v.aval) for v in flat.invars]
-        closed = jax.make_jaxpr(functools.partial(self._run, *arrays))(*shapes)
+        closed = jax.make_jaxpr(functools.partial(self._run, flat, *arrays))(*shapes)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         given = {id(x): const for x, const in zip(arrays, flat.consts, strict=True)}
         return jaxpr, tuple(given.get(id(x), x) for x in consts)
 
-    def _run(self, *values: jax.Array) -> list[Any]:
-        flat = self._flat
+    def _run(self, flat: Flat, *values: jax.Array) -> list[Any]:
         env: dict[Atom, Any] = dict(zip((*flat.constvars, *flat.invars), values, strict=True))
         stored: dict[Atom, tuple[jax.Array, int]] = {}
 
@@ -235,8 +222,10 @@ class Pipeline:
 
         def operand(loop: LayerLoop, i: int, v: Atom) -> jax.Array:
             if not loop.is_stored(i):
-                same = None if loop.operands[i].rows else self._same.get(id(v))
-                return read(v) if same is None else self._one_for_all(*same, read)
+                same = (
+                    None if loop.operands[i].rows else self._same.get(id(loop.symbolic.invars[i]))
+                )
+                return read(v) if same is None else _evaluated(same, [*map(read, same.invars)])
             if v in stored:
                 return stored[v][0]
             return slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
@@ -256,32 +245,21 @@ class Pipeline:
                         env[v] = out
         return [*map(read, flat.outvars)]
 
-    def _one_for_all(self, v: Atom, program: Slice, read: Callable[[Atom], jax.Array]) -> jax.Array:
-        """Computes a constant that is the same for all rows, for the rows of one device."""
-        env = {end: read(self._global_of[end]) for end in program.ends}
-        for eqn in program.equations:
-            outs = jaxprs.bind(eqn, [jaxprs.read(x, env) for x in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return jaxprs.read(v, env)
+
+def _evaluated(program: Flat, args: Sequence[jax.Array]) -> jax.Array:
+    (out,) = jaxprs.evaluate(program, args, jaxprs.bind, lambda eqn: False)
+    return out
 
 
-def _split(x: Shaped, parts: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf [rows, ...] of a batch, divided: [parts, rows / parts, ...]."""
-    shape = (parts, x.shape[0] // parts, *x.shape[1:]) if x.shape else ()
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _layers_of(pair: EquationPair, sources: Sequence[Atom]) -> list[Atom]:
+def _layers_of(eqn: Equation, sources: Sequence[Atom]) -> list[Atom]:
     """Returns the stacks of layers, among ``sources``, over which a scan loops that carries rows;
     none for other equations."""
-    eqn, micro_eqn = pair
     if eqn.primitive is not prims.scan_p:
         return []
     n_consts, n = jaxprs.scan_counts(eqn)
     carry = slice(n_consts, n_consts + n)
-    both = zip(eqn.invars[carry], micro_eqn.invars[carry], strict=True)
-    grows = any(scaled(w.aval, m.aval) for w, m in both)
-    return [v for v in sources if grows and any(v is x for x in eqn.invars[carry.stop :])]
+    grow = any(map(growing, eqn.invars[carry]))
+    return [v for v in sources if grow and any(v is x for x in eqn.invars[carry.stop :])]
 
 
 def _as_program(eqn: Equation) -> Flat:

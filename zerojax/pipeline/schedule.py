@@ -78,6 +78,11 @@ class Schedule(NamedTuple):
         return tuple(axis for axis in self.axes if axis != STAGE)
 
     @property
+    def parts(self) -> int:
+        """The number of parts of a batch: the rows of one device in one micro-batch each."""
+        return self.micro_batches * self.row_devices
+
+    @property
     def row_devices(self) -> int:
         """The number of devices that share the rows of a micro-batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
-from zerojax.accumulation.pairs import Sizes
-from zerojax.evaluation.rows import ByRows
+from zerojax.accumulation.symbolic import Rows
+from zerojax.evaluation.rows import ByRows, TracedFunction
 from zerojax.evaluation.undivided import Undivided
 from zerojax.trace.gradients import weighted_mean
 from zerojax.trainer.losses import loss_entry, mean_loss
@@ -117,29 +116,30 @@ def _by_rows(
     batch_rows = counts.shape[0]
     # For a micro-batch only the equations matter, not this number of rows: accumulation takes the
     # numbers in them from the trace of the global batch.
-    rows = partial.rows if batch_rows == partial.full else batch_rows + 1
+    full_rows = partial.rows if batch_rows == partial.full else batch_rows + 1
 
     def mean(args: tuple[PyTree, ...], batch: PyTree) -> tuple[jax.Array, PyTree]:
         outputs, changed = function(*args, batch)
         return mean_loss(outputs), changed
 
-    def traced(n: int) -> tuple[core.ClosedJaxpr, PyTree]:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
-        return jax.make_jaxpr(mean, return_shape=True)(args, shapes)
-
-    sizes = Sizes(rows, batch_rows)
-    micro_jaxpr, out_shapes = traced(sizes.traced)
-    try:
-        global_jaxpr, _ = traced(sizes.global_rows)
-    except Exception as error:
-        raise Undivided(f"on {rows} rows it fails ({type(error).__name__})") from error
+    rows = Rows.of(full_rows, batch_rows)
     batch_leaves, arg_leaves = jax.tree.leaves(batch), jax.tree.leaves(args)
     is_batch = [*[False] * len(arg_leaves), *[True] * len(batch_leaves)]
-    by_rows = ByRows(
-        global_jaxpr, micro_jaxpr, sizes, is_batch, padded=True, differentiated=True, noise=True
-    )
+
+    def traced(n: int) -> TracedFunction:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
+        closed, out = jax.make_jaxpr(mean, return_shape=True)(args, shapes)
+        return TracedFunction(closed, is_batch, jax.tree.structure(out))
+
+    part = traced(rows.traced[1])
+    try:
+        full = traced(full_rows)
+    except Exception as error:
+        raise Undivided(f"on {full_rows} rows it fails ({type(error).__name__})") from error
+    divided = ByRows(full, part, rows, padded=True, differentiated=True, noise=True)
+    by_rows = divided(batch_rows)
     if by_rows.stacked:
         raise Undivided("the state has an array with rows of the batch")
     totals, _ = by_rows.part([*arg_leaves, *batch_leaves], counts)
     out_leaves = by_rows.finish([*arg_leaves, *[None] * len(batch_leaves)], totals, [])
-    return jax.tree.unflatten(jax.tree.structure(out_shapes), out_leaves)  # type: ignore[no-any-return]
+    return jax.tree.unflatten(part.out, out_leaves)  # type: ignore[no-any-return]

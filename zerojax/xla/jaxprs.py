@@ -327,7 +327,8 @@ def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStru
 
 def new_variable(aval: Shaped, shape: Sequence[int] | None = None) -> Atom:
     """Returns a variable of no jaxpr yet; with another shape than ``aval``, if given."""
-    return open_jaxpr(jax.make_jaxpr(lambda x: x)(like(aval, shape)))[0].invars[0]
+    known: Any = aval
+    return cast(Atom, core.Var(known if shape is None else known.update(shape=tuple(shape))))
 
 
 def without_calls(

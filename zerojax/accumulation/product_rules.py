@@ -5,113 +5,88 @@ They are part of the table in :mod:`zerojax.accumulation.row_rules`, which descr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout, together
+from zerojax.accumulation.symbolic import growing
 from zerojax.graph.primitives import SCATTER_ADDS
 from zerojax.xla.jaxprs import param
 from zerojax.xla.types import Equation
 
 
+def moved(eqn: Equation, kind: RowKind) -> RowKind | None:
+    """Returns a kind in the dimension of the results that grows; None if not one does."""
+    dims = {d for v in eqn.outvars for d in growing(v)}
+    return kind.but(dim=dims.pop()) if len(dims) == 1 else None
+
+
+def apart(eqn: Equation, kinds: Kinds) -> RowKind | None:
+    """Returns the layout of rows in the results of an equation that computes each row from the same
+    row of its operands; None if the layouts of these differ."""
+    layout = shared_layout([k.but(dim=0) if k.rows else k for k in kinds])
+    return layout and moved(eqn, layout)
+
+
 def product(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a matrix product: rows, or a sum if rows are contracted."""
-    (contracted, batched) = param(eqn, "dimension_numbers")
-    inherited = together(kinds)
-    places: list[int] = []
-    summed = False
-    for side, (v, kind) in enumerate(zip(eqn.invars, kinds, strict=True)):
-        if not kind.rows:
-            continue
-        other = kinds[1 - side]
-        for dims, adds in ((contracted, True), (batched, False)):
-            if kind.dim in dims[side]:
-                position = list(dims[side]).index(kind.dim)
-                if (
-                    not other.rows
-                    or other.dim != dims[1 - side][position]
-                    or shared_layout([kind.but(dim=0), other.but(dim=0)]) is None
-                ):
-                    return None
-                summed |= adds
-                if not adds:
-                    places.append(position)
-                break
-        else:
-            taken = {*contracted[side], *batched[side]}
-            free = [d for d in range(v.aval.ndim) if d not in taken]
-            position = len(batched[0]) + free.index(kind.dim)
-            if side:
-                left = eqn.invars[0].aval.ndim
-                position += left - len(contracted[0]) - len(batched[0])
-            places.append(position)
+    contracted, batched = param(eqn, "dimension_numbers")
     if any(k.rows and k.index for k in kinds):
         return None
-    if summed:
-        return RowKind("sum", learned=inherited["learned"]) if not places else None
-    if len(set(places)) != 1:
+    if not any(k.rows and k.dim in contracted[i] for i, k in enumerate(kinds)):
+        # Rows of one operand alone, or of both along a batch dimension.
+        free = any(k.rows and k.dim not in batched[i] for i, k in enumerate(kinds))
+        return None if free and all(k.rows for k in kinds) else apart(eqn, kinds)
+    if any(map(growing, eqn.outvars)) or shared_layout([k.but(dim=0) for k in kinds]) is None:
         return None
-    outers = {k.outer for k in kinds if k.rows} - {None}
-    return RowKind("rows", dim=places[0], outer=next(iter(outers), None), **inherited)
+    return RowKind("sum", learned=any(k.learned for k in kinds))
 
 
 def convolution(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a convolution: rows, or a sum for the gradient of its kernel."""
     left, right = kinds
-    lhs, rhs, out = param(eqn, "dimension_numbers")
-    if left.rows and not right.rows:
-        plain = left.dim == lhs[0] and param(eqn, "batch_group_count") == 1
-        return left.but(dim=out[0], zero=False) if plain else None
-    if not left.rows or not right.rows or left.dim != lhs[1]:
+    lhs, rhs, _ = param(eqn, "dimension_numbers")
+    batch_groups, groups = (param(eqn, f"{x}_group_count") for x in ("batch", "feature"))
+    if not left.rows or batch_groups != 1:
         return None
-    same = shared_layout([left.but(dim=0), right.but(dim=0)])
-    if same is None or same.index:
+    if not right.rows:
+        return moved(eqn, left.but(zero=False)) if left.dim == lhs[0] else None
+    same = apart(eqn, kinds) or shared_layout([k.but(dim=0) for k in kinds])
+    if left.dim != lhs[1] or same is None or same.index:
         return None
-    if right.dim == rhs[1] and param(eqn, "feature_group_count") == 1:
+    if right.dim == rhs[1] and groups == 1:
         return RowKind("sum", learned=left.learned or right.learned)
     # Each feature is its own group, so the gradients are per row.
     is_depthwise = right.dim == rhs[0] and eqn.invars[1].aval.shape[rhs[1]] == 1
-    return same.but(dim=out[1]) if is_depthwise and param(eqn, "batch_group_count") == 1 else None
+    return same if is_depthwise else None
 
 
 def lookup(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a lookup (``gather``) in a table, or in rows by their own index."""
     operand, indices = kinds
     dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
-    ndim = eqn.outvars[0].aval.ndim
-    batch = [d for d in range(ndim) if d not in dn.offset_dims]
     inherited: dict[str, Any] = together(kinds) | {"zero": False}
     numbered = {"index": "number"} if operand.index or indices.index else {}
     if not operand.rows:
-        if indices.dim >= len(batch):
-            return None
-        return indices.but(dim=batch[indices.dim], **inherited, **numbered)
+        layout = moved(eqn, indices)
+        return layout and layout.but(**inherited, **numbered)
     shape, d = eqn.invars[0].aval.shape, operand.dim
     if d in dn.operand_batching_dims:
-        position = dn.start_indices_batching_dims[dn.operand_batching_dims.index(d)]
-        layout = shared_layout([operand.but(dim=0), indices.but(dim=0)])
-        if not indices.rows or indices.dim != position or layout is None:
-            return None
-        return layout.but(dim=batch[position], **inherited, **numbered)
+        layout = apart(eqn, kinds) if indices.rows else None
+        return layout and layout.but(**inherited, **numbered)
+    layout = moved(eqn, operand)
     if sizes[d] == shape[d] and d not in dn.collapsed_slice_dims:
-        if indices.rows:
-            return None
-        window = _window(len(shape), dn.collapsed_slice_dims, dn.operand_batching_dims)
-        return operand.but(dim=dn.offset_dims[window.index(d)], **inherited, **numbered)
-    own = d in dn.start_index_map and _holds_own_index(indices, dn.start_index_map.index(d))
+        return None if indices.rows else layout and layout.but(**inherited, **numbered)
+    own = _own_index(indices, dn.start_index_map, d)
     if own and shape[d] == eqn.invars[1].aval.shape[indices.dim]:
-        return operand.but(dim=batch[indices.dim], **inherited)
+        return layout and layout.but(**inherited)
     return None
 
 
-def _window(ndim: int, left_out: Sequence[int], batching: Sequence[int]) -> list[int]:
-    """Returns the dimensions of the operand that each slice keeps."""
-    return [d for d in range(ndim) if d not in left_out and d not in batching]
-
-
-def _holds_own_index(indices: RowKind, column: int) -> bool:
-    """Returns whether a column of ``indices`` holds each row's own index."""
-    return indices.rows and indices.index == "own" and indices.column == column
+def _own_index(indices: RowKind, columns: Collection[int], d: int) -> bool:
+    """Returns whether the column of ``indices`` for a dimension holds each row's own index."""
+    own = indices.rows and indices.index == "own" and d in columns
+    return own and indices.column == list(columns).index(d)
 
 
 def scatter(eqn: Equation, kinds: Kinds) -> RowKind | None:
@@ -132,18 +107,11 @@ def scatter(eqn: Equation, kinds: Kinds) -> RowKind | None:
     numbered = "number" if operand.index or updates.index else ""
     layout = operand.but(outer=next(iter(outers), None), zero=False, index=numbered, **inherited)
     if d in dn.operand_batching_dims:
-        position = dn.scatter_indices_batching_dims[dn.operand_batching_dims.index(d)]
         layout = layout.but(index="number") if indices.index else layout
-        return layout if indices.rows and indices.dim == position else None
+        return layout if indices.rows else None
     if d in dn.inserted_window_dims:
-        own = d in dn.scatter_dims_to_operand_dims and _holds_own_index(
-            indices, dn.scatter_dims_to_operand_dims.index(d)
-        )
+        own = _own_index(indices, dn.scatter_dims_to_operand_dims, d)
         covers_all_rows = own and shape[d] == eqn.invars[1].aval.shape[indices.dim]
         return layout if covers_all_rows else None
-    ndim = eqn.invars[0].aval.ndim
-    window = _window(ndim, dn.inserted_window_dims, dn.operand_batching_dims)
-    position = dn.update_window_dims[window.index(d)]
-    is_full_window = eqn.invars[2].aval.shape[position] == eqn.invars[0].aval.shape[d]
-    rows_aligned = not indices.rows and (not updates.rows or updates.dim == position)
-    return layout if is_full_window and rows_aligned else None
+    is_full_window = any(eqn.invars[2].aval.shape[x] == shape[d] for x in dn.update_window_dims)
+    return layout if is_full_window and not indices.rows else None

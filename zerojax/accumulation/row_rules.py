@@ -1,20 +1,22 @@
 """Rules for how equations carry the rows of a batch from their operands to their result.
 
 Each rule takes the equation on symbolic rows and the kinds of its operands, at least one of them
-"rows", the others "rows", "fixed" or "own" (for a scatter-add's first also "sum"). It returns
-the layout of rows in the result (or in each result), a reduction such as "sum" if the equation
-reduces over rows, or None if the equation mixes rows.
+"rows", the others "rows", "fixed" or "own" (for a scatter-add's first also "sum"). It returns the
+layout of rows in the result (or in each result), a reduction such as "sum" if the equation reduces
+over rows, or None if the equation mixes rows.
+
+Which dimension of the result has rows shows in its shape: a rule only says whether each row stays
+apart. See :mod:`zerojax.accumulation.product_rules` for products, lookups and scatters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout
-from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
+from zerojax.accumulation.product_rules import apart, convolution, lookup, moved, product, scatter
 from zerojax.accumulation.reductions import REDUCES
-from zerojax.accumulation.symbolic import is_symbolic
 from zerojax.graph.primitives import (
     BY_ROW,
     CUMULATIVE,
@@ -27,16 +29,12 @@ from zerojax.xla.jaxprs import param
 from zerojax.xla.types import Equation
 
 Rule = Callable[[Equation, Kinds], "RowKind | None"]
+Dimensions = Callable[[Equation], Collection[int]]
 
 
 def _elementwise(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    layout = shared_layout(kinds)
-    if layout is None:
-        return None
-    ranks = {v.aval.ndim for v, k in zip(eqn.invars, kinds, strict=True) if k.rows}
-    if len(ranks) != 1:
-        return None
-    return layout.but(index=_index_of(eqn, kinds)) if layout.index else layout
+    layout = apart(eqn, kinds)
+    return layout and (layout.but(index=_index_of(eqn, kinds)) if layout.index else layout)
 
 
 def _index_of(eqn: Equation, kinds: Kinds) -> str:
@@ -53,56 +51,36 @@ def _index_of(eqn: Equation, kinds: Kinds) -> str:
 
 
 def _reduce(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    axes = param(eqn, "axes")
-    (kind,) = kinds
-    if kind.dim not in axes:
-        index = "number" if kind.index else ""
-        return kind.but(dim=kind.dim - sum(a < kind.dim for a in axes), zero=False, index=index)
+    """Accepts a reduction over rows, or over other dimensions. A ``psum`` over an axis of
+    ``jax.vmap`` is a sum over a dimension."""
+    (kind, *more) = kinds
+    if more:
+        return None
+    if kind.dim not in param(eqn, "axes"):
+        return apart(eqn, kinds)
     name = "reduce_sum" if eqn.primitive.name == "psum" else eqn.primitive.name
     if kind.index or name not in REDUCES:
         return None
     return RowKind(REDUCES[name], learned=kind.learned)
 
 
-def _psum(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    """Accepts the sum over an axis of ``jax.vmap`` as that over a dimension."""
-    return _reduce(eqn, kinds) if len(kinds) == 1 else None
-
-
-def _broadcast(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    kind = kinds[0]
-    return kind.but(dim=param(eqn, "broadcast_dimensions")[kind.dim])
-
-
-def _transpose(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    (kind,) = kinds
-    return kind.but(dim=list(param(eqn, "permutation")).index(kind.dim))
-
-
 def _reshape(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    """Finds the dimension of the result that holds the rows, and the number of their stretches in
-    it; None if no dimension holds complete stretches."""
+    """Finds the number of stretches of rows in the dimension of the result; None if it has no
+    complete stretches."""
     old: Sequence[int]
-    kind = kinds[0]
+    kind, layout = kinds[0], moved(eqn, kinds[0])
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     order = param(eqn, "dimensions", None)  # of the operand, which is transposed first
     if order is not None:
         old, kind = [old[d] for d in order], kind.but(dim=[*order].index(kind.dim))
-    places = [d for d, n in enumerate(new) if is_symbolic(n)]
-    if len(places) != 1:
+    if layout is None:
         return None
-    (dim,) = places
-    outer, left = divmod(math.prod(old[: kind.dim]) * (kind.outer or 1), math.prod(new[:dim]))
-    if left or not outer or new[dim] % outer:
+    before = math.prod(old[: kind.dim]) * (kind.outer or 1)
+    outer, left = divmod(before, math.prod(new[: layout.dim]))
+    if left or not outer or new[layout.dim] % outer:
         return None
-    alike = kind.outer is None and new[dim] == old[kind.dim]
-    return kind.but(dim=dim, outer=None if alike else outer)
-
-
-def _squeeze(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    (kind,) = kinds
-    gone = param(eqn, "dimensions")
-    return None if kind.dim in gone else kind.but(dim=kind.dim - sum(d < kind.dim for d in gone))
+    alike = kind.outer is None and new[layout.dim] == old[kind.dim]
+    return layout.but(outer=None if alike else outer)
 
 
 def _slice(eqn: Equation, kinds: Kinds) -> RowKind | None:
@@ -137,14 +115,14 @@ def _concatenate(eqn: Equation, kinds: Kinds) -> RowKind | None:
     if layout is None:
         return None
     if along != layout.dim:
-        return _joined_layout(eqn, kinds, layout, along)
+        return _joined(eqn, kinds, layout, along)
     sizes = {v.aval.shape[along] for v in eqn.invars}
     if not all(k.rows for k in kinds) or layout.outer not in (1, None) or len(sizes) != 1:
         return None
     return layout.but(outer=len(kinds))
 
 
-def _joined_layout(eqn: Equation, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
+def _joined(eqn: Equation, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
     """Returns the layout of arrays joined along another dimension than the rows. Row indices may be
     one column among others."""
     indexed = [i for i, k in enumerate(kinds) if k.index]
@@ -157,16 +135,8 @@ def _joined_layout(eqn: Equation, kinds: Kinds, layout: RowKind, along: int) -> 
 
 
 def _stack(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    layout, along = shared_layout(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
-    if layout is None:
-        return None
-    return _joined_layout(eqn, kinds, layout.but(dim=layout.dim + (along <= layout.dim)), along)
-
-
-def _unstack(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    (kind,) = kinds
-    along = param(eqn, "axis") % eqn.invars[0].aval.ndim
-    return None if along == kind.dim else kind.but(dim=kind.dim - (along < kind.dim))
+    layout, along = apart(eqn, kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
+    return layout and _joined(eqn, kinds, layout, along)
 
 
 def _pad(eqn: Equation, kinds: Kinds) -> RowKind | None:
@@ -183,92 +153,79 @@ def _pad(eqn: Equation, kinds: Kinds) -> RowKind | None:
     return kind.but(outer=(low + n + high) // size)
 
 
-def _along(parameter: str) -> Rule:
-    """Returns a rule for primitives that work along one dimension (or several), separately for
-    each entry of the others."""
+def _move(eqn: Equation, kinds: Kinds) -> RowKind | None:
+    return moved(eqn, kinds[0])
+
+
+def _works_along(dimensions: Dimensions) -> Rule:
+    """Returns a rule for primitives that work along some dimensions, separately for each entry of
+    the others."""
 
     def rule(eqn: Equation, kinds: Kinds) -> RowKind | None:
-        layout, along = shared_layout(kinds), param(eqn, parameter)
-        along = along if isinstance(along, tuple | list) else (along,)
         n = eqn.invars[0].aval.ndim
-        if layout is None or layout.dim in [a % n for a in along]:
-            return None
-        return layout
+        along = {d % n for d in dimensions(eqn)}
+        return None if any(k.rows and k.dim in along for k in kinds) else apart(eqn, kinds)
 
     return rule
 
 
-def _tile(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    (kind,) = kinds
-    return kind if param(eqn, "reps")[kind.dim] == 1 else None
+def _named(parameter: str) -> Rule:
+    """Returns the rule for the dimension or the dimensions in a parameter."""
+
+    def dimensions(eqn: Equation) -> Collection[int]:
+        along = param(eqn, parameter)
+        return along if isinstance(along, tuple | list) else (along,)
+
+    return _works_along(dimensions)
 
 
-def _window(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    kind = shared_layout(kinds)
-    if kind is None:
-        return None
+def _of_window(eqn: Equation) -> Collection[int]:
     ndim = eqn.invars[0].aval.ndim
     sizes = "window_dimensions", "window_strides", "base_dilation", "window_dilation"
-    if any((param(eqn, name, None) or (1,) * ndim)[kind.dim] != 1 for name in sizes):
+    padding = param(eqn, "padding", None) or ((0, 0),) * ndim
+    return [
+        d
+        for d in range(ndim)
+        if tuple(padding[d]) != (0, 0)
+        or any((param(eqn, name, None) or (1,) * ndim)[d] != 1 for name in sizes)
+    ]
+
+
+def _update(eqn: Equation, kinds: Kinds) -> RowKind | None:
+    """Accepts a ``dynamic_slice`` of all rows, or a ``dynamic_update_slice`` in all rows."""
+    n = 1 if eqn.primitive.name == "dynamic_slice" else 2
+    if not kinds[0].rows or any(k.rows for k in kinds[n:]):
         return None
-    padding = param(eqn, "padding", None)
-    return kind if padding is None or tuple(padding[kind.dim]) == (0, 0) else None
-
-
-def _leading(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    layout, before = shared_layout(kinds), eqn.invars[0].aval.ndim - 2
-    return layout if layout is not None and layout.dim < before else None
-
-
-def _fft(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    (kind,) = kinds
-    last = eqn.invars[0].aval.ndim - len(param(eqn, "fft_lengths"))
-    return kind if kind.dim < last else None
-
-
-def _dynamic_slice(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    kind = kinds[0]
-    if not kind.rows or any(k.rows for k in kinds[1:]):
-        return None
-    full = param(eqn, "slice_sizes")[kind.dim] == eqn.invars[0].aval.shape[kind.dim]
-    return kind if full else None
-
-
-def _dynamic_update_slice(eqn: Equation, kinds: Kinds) -> RowKind | None:
-    layout = shared_layout(kinds[:2])
-    if layout is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
-        return None
-    operand, update = (v.aval.shape for v in eqn.invars[:2])
-    return layout if operand[layout.dim] == update[layout.dim] else None
+    part = param(eqn, "slice_sizes") if n == 1 else eqn.invars[1].aval.shape
+    d = kinds[0].dim
+    layout = moved(eqn, kinds[0]) if n == 1 else apart(eqn, kinds[:n])
+    return layout if part[d] == eqn.invars[0].aval.shape[d] else None
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(BY_ROW, _elementwise),
-    **dict.fromkeys(FACTORIZATIONS, _leading),
-    **dict.fromkeys([*REDUCES, "reduce_xor", "argmax", "argmin"], _reduce),
-    **dict.fromkeys(CUMULATIVE, _along("axis")),
+    **dict.fromkeys(FACTORIZATIONS, _works_along(lambda eqn: (-2, -1))),
+    **dict.fromkeys([*REDUCES, "psum", "reduce_xor", "argmax", "argmin"], _reduce),
+    **dict.fromkeys(CUMULATIVE, _named("axis")),
     "gather": lookup,
     **dict.fromkeys(SCATTERS, scatter),
-    **dict.fromkeys(WINDOWS, _window),
-    "broadcast_in_dim": _broadcast,
+    **dict.fromkeys(WINDOWS, _works_along(_of_window)),
+    **dict.fromkeys(["broadcast_in_dim", "squeeze", "transpose"], _move),
+    "approx_top_k": _named("reduction_dimension"),
     "concatenate": _concatenate,
     "conv_general_dilated": convolution,
     "dot_general": product,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "fft": _fft,
+    "dynamic_slice": _update,
+    "dynamic_update_slice": _update,
+    "fft": _works_along(lambda eqn: range(-len(param(eqn, "fft_lengths")), 0)),
     "pad": _pad,
-    "psum": _psum,
     "reshape": _reshape,
-    "rev": _along("dimensions"),
+    "rev": _named("dimensions"),
     "slice": _slice,
-    "sort": _along("dimension"),
+    "sort": _named("dimension"),
     "split": _split,
-    "squeeze": _squeeze,
     "stack": _stack,
-    "tile": _tile,
-    "approx_top_k": _along("reduction_dimension"),
-    "unstack": _unstack,
-    "transpose": _transpose,
-}  # fmt: skip
+    "tile": _works_along(lambda eqn: [d for d, n in enumerate(param(eqn, "reps")) if n != 1]),
+    "unstack": _named("axis"),
+}
 """Rules by the name of the primitive."""

@@ -53,7 +53,8 @@ class Analysis(EquationAnalysis):
 
     Attributes:
       kinds: The kind of each variable of the step.
-      own: What has the number of rows of the micro-batch, see :meth:`Symbolic.on_some`.
+      own: What has the number of rows of the micro-batch, see
+        :func:`zerojax.accumulation.instances.on_some`.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Analysis(EquationAnalysis):
     ) -> Kinds:
         """Interprets a program, and returns the kinds of its results."""
         for v in program.constvars:
-            shape = self.symbolic.rows.shape(v, self.symbolic.global_rows)
+            shape = self.symbolic.global_shape(v)
             env[v] = mixed(BRINGS, f"shape {shape}") if growing(v) else FIXED
         env.update(zip(program.invars, given, strict=True))
 

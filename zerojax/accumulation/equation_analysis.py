@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.row_rules import RULES
 from zerojax.accumulation.sum_rules import reduced
-from zerojax.accumulation.symbolic import Symbolic, growing, grows
+from zerojax.accumulation.symbolic import Size, Symbolic, growing, grows
 from zerojax.graph.primitives import ADDS, CALLBACKS, KERNELS, SCATTER_ADDS, ZERO_STAYS
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation
@@ -228,7 +228,7 @@ class EquationAnalysis:
             outs.append(out if same else mixed(MIXES, where(eqn), shape))
         return outs
 
-    def _divides(self, rows: RowKind, size: Any) -> bool:
+    def _divides(self, rows: RowKind, size: Size) -> bool:
         """Returns whether all stretches of rows in a dimension of this size are equally long."""
         outer, each = rows.outer or 1, self.symbolic.rows.per_row(size)
         if each is None or (not self._neighbours and each % outer):
@@ -241,7 +241,7 @@ class EquationAnalysis:
         dims = growing(v)
         if len(dims) < 2 and all(self._divides(RowKind("rows"), v.aval.shape[d]) for d in dims):
             return None
-        return self.symbolic.rows.shape(v, self.symbolic.global_rows)
+        return self.symbolic.global_shape(v)
 
     def _opaque(self, eqn: Equation, kinds: Kinds) -> Kinds:
         """Returns the kinds of a kernel's results: rows if their shapes grow, else sums over

@@ -13,6 +13,7 @@ from jax import lax
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import UNDIVIDED
 from zerojax.accumulation.flat import Flat, flatten
+from zerojax.accumulation.instances import on_all
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
 from zerojax.accumulation.lines import raised_at
@@ -27,6 +28,7 @@ from zerojax.accumulation.roles import (
 )
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
+from zerojax.accumulation.traces import symbolic_program
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.decisions import AFTER_LOOP
 from zerojax.collectives.gathering import plain
@@ -73,7 +75,7 @@ def symbolic_step(
     except Exception as e:  # the same step has been traced on the global batch
         raise _number_written_out(e, *rows.traced) from e
     one, two = (flatten(x, roles.learned, roles.batch) for x in (closed, other))
-    return Symbolic.of(one, two, rows)
+    return symbolic_program(one, two, rows)
 
 
 def _number_written_out(error: Exception, global_rows: int, rows: int) -> UnevenError:
@@ -165,7 +167,7 @@ class MicroBatches:
             symbolic = symbolic_step(
                 trace, global_jaxpr, rows_together(batch), roles, Rows.of(k * rows, rows)
             )
-            flat = symbolic.on_all(symbolic.flat)
+            flat = on_all(symbolic, symbolic.flat)
             self._want = [*want] or [None] * len(flat.outvars)
             self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
             self._sharded = sharded

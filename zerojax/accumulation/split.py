@@ -11,6 +11,7 @@ from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
+from zerojax.accumulation.instances import on_all, on_some
 from zerojax.accumulation.symbolic import Symbolic
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
@@ -110,11 +111,11 @@ def split(
         outvars=[flat.outvars[i] for i in done],
     )
     return Split(
-        first=symbolic.on_all(_pruned(flat, [], early)),
-        micro=symbolic.on_some(
-            _pruned(flat, early, outs, keep=effects), rows, frozenset(analysis.own)
+        first=on_all(symbolic, _pruned(flat, [], early)),
+        micro=on_some(
+            symbolic, _pruned(flat, early, outs, keep=effects), rows, frozenset(analysis.own)
         ),
-        once=symbolic.on_all(once),
+        once=on_all(symbolic, once),
         crossing=crossing,
         n_last=len(last),
         stacked=list(stacked),

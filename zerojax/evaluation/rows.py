@@ -25,13 +25,12 @@ from zerojax.accumulation.lines import where
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.accumulation.split import split
 from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
+from zerojax.accumulation.traces import RULES, symbolic_program
 from zerojax.evaluation.masks import Mask
 from zerojax.evaluation.undivided import RUNS_OVER, TOGETHER, Undivided
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation
-
-_RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +81,12 @@ class ByRows:
             raise Undivided("its results depend on the number of rows")
         batch = [i for i, has_rows in enumerate(full.batch) if has_rows]
         others = [i for i, has_rows in enumerate(full.batch) if not has_rows]
-        keeps = (prims.remat_p, *_RULES) if differentiated else ()
+        keeps = (prims.remat_p, *RULES) if differentiated else ()
         one, two = (flatten(x.closed, others, batch, keeps) for x in (full, other))
         self._given = [RowKind("rows", dim=0, outer=1) if x else FIXED for x in full.batch]
         self._padded, self._noise = padded, noise
         try:
-            self._symbolic = Symbolic.of(one, two, rows)
+            self._symbolic = symbolic_program(one, two, rows)
         except UnevenError as e:
             raise Undivided.uneven(e) from e
 

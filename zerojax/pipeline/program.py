@@ -21,6 +21,7 @@ from jax.extend.core import primitives as prims
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import MIXES, Choices
 from zerojax.accumulation.flat import Flat
+from zerojax.accumulation.instances import on_all, on_some
 from zerojax.accumulation.kinds import FIXED, RowKind, mixed
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.roles import Roles
@@ -144,7 +145,7 @@ class Pipeline:
         results = [analysis.kind(v).added for v in eqn.outvars]
         for kind in results:
             self._check(kind, eqn)
-        (micro,) = alone.on_some(alone.flat, self._rows, frozenset(analysis.own)).eqns
+        (micro,) = on_some(alone, alone.flat, self._rows, frozenset(analysis.own)).eqns
         dtypes = [
             accumulator(v.aval.dtype, self._dtype if i >= n else None)
             if kind.reduced and jnp.issubdtype(v.aval.dtype, jnp.inexact)
@@ -162,7 +163,7 @@ class Pipeline:
         grows holds rows, whatever they were computed from."""
         dims = growing(v)
         if len(dims) > 1:
-            shape = self._symbolic.rows.shape(v, self._symbolic.global_rows)
+            shape = self._symbolic.global_shape(v)
             return mixed(MIXES, where(eqn), shape)
         if dims:
             return RowKind("rows", dim=dims[0], outer=1)
@@ -179,7 +180,7 @@ class Pipeline:
         flat = dataclasses.replace(
             self._flat, invars=[*program.ends], eqns=[*program.equations], outvars=[v], constvars=[]
         )
-        return self._symbolic.on_some(flat, self._rows, frozenset())
+        return on_some(self._symbolic, flat, self._rows, frozenset())
 
     def _check(self, kind: RowKind, eqn: Equation) -> None:
         if kind.problem is not None:
@@ -200,7 +201,7 @@ class Pipeline:
     def traced(self) -> tuple[Jaxpr, tuple[Any, ...]]:
         """Returns the open jaxpr of the step, which has the same arguments, and its constants:
         those of the step that are shards are the same shards."""
-        flat = self._symbolic.on_all(self._flat)
+        flat = on_all(self._symbolic, self._flat)
         arrays = [plain(x) for x in flat.consts]
         shapes = [jaxprs.like(v.aval) for v in flat.invars]
         closed = jax.make_jaxpr(functools.partial(self._run, flat, *arrays))(*shapes)

@@ -1,0 +1,159 @@
+"""Symbolic programs on numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+from jax.extend import core
+
+from zerojax.accumulation.flat import Flat
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.symbolic import (
+    Both,
+    NewVariable,
+    Parts,
+    Symbolic,
+    UnevenError,
+    Value,
+    are_same,
+    flat_variable,
+    growing,
+    grows,
+    is_symbolic,
+    mapped,
+    with_parts,
+)
+from zerojax.accumulation.traces import RULES
+from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, HasEquations
+
+_Read = Callable[[Atom], Atom]
+"""Function from an atom of the symbolic program to that of the instance."""
+
+
+def on_all(symbolic: Symbolic, program: Flat) -> Flat:
+    """Returns a part of a symbolic program, on the global batch."""
+    return _Instance(symbolic, symbolic.global_rows, frozenset()).flat(program)
+
+
+def on_some(symbolic: Symbolic, program: Flat, rows: int, own: frozenset[Atom]) -> Flat:
+    """Returns a part of a symbolic program, on some rows of the global batch.
+
+    A mean over rows divides by their number. With the number of the global batch instead, some rows
+    compute their share of its mean, so that the shares add up, and so do their gradients.
+
+    Args:
+      symbolic: The program.
+      program: Some of its equations.
+      rows: The number of rows.
+      own: The variables of ``symbolic.numbers``, and the first results of equations, that have the
+        number of these rows in place of that of the global batch.
+
+    Raises:
+      UnevenError: The program is not known for as many rows.
+    """
+    return _Instance(symbolic, rows, own).flat(program)
+
+
+class _Instance:
+    """Puts numbers of rows into a symbolic program, see :func:`on_some`."""
+
+    def __init__(self, symbolic: Symbolic, rows: int, own: frozenset[Atom]) -> None:
+        self._symbolic, self._rows, self._own = symbolic, rows, own
+        self._traced = symbolic.rows.traced
+        self._rule: Equation | None = None  # around the equations, with derivatives of its own
+
+    def flat(self, program: Flat) -> Flat:
+        """Returns a program on these rows."""
+        parts = self._program(program, self._rows, flat_variable)
+        consts = [
+            b if np.shape(a) != np.shape(b) and self._rows == self._traced[1] else a
+            for a, b in zip(*self._symbolic.consts, strict=True)
+        ]
+        return Flat(**parts._asdict(), consts=consts if parts.constvars else [])
+
+    def _program(self, program: HasEquations, rows: int, new: NewVariable) -> Parts:
+        env: dict[Atom, Atom] = {}
+
+        def variable(v: Atom) -> Atom:
+            if v not in env:
+                shape = self._symbolic.rows.shape(v, rows) if growing(v) else None
+                env[v] = v if shape is None else new(v.aval, shape)
+            return env[v]
+
+        def read(v: Atom) -> Atom:
+            if isinstance(v, core.Literal):
+                return v
+            return self._number(v) if v in self._symbolic.numbers else variable(v)
+
+        constvars, invars = ([*map(variable, x)] for x in (program.constvars, program.invars))
+        eqns = [self._equation(eqn, rows, read, variable) for eqn in program.eqns]
+        return Parts(constvars, invars, eqns, [*map(read, program.outvars)])
+
+    def _equation(self, eqn: Equation, rows: int, read: _Read, variable: _Read) -> Equation:
+        # Where nothing grows, only the number of rows of the global batch gives its numbers.
+        of_all = not grows(eqn) and not self._own.issuperset(eqn.outvars[:1])
+        here = self._symbolic.global_rows if of_all else rows
+        outer = self._rule
+        self._rule = outer or (eqn if eqn.primitive in RULES else None)
+        ins, outs = [*map(read, eqn.invars)], [*map(variable, eqn.outvars)]
+        if eqn.primitive.name == "shard_map" and here not in self._traced:
+            params = _on_one_device(eqn, ins)
+        else:
+            params = mapped(eqn.params, lambda value: self._param(value, here))
+        if of_all and params is not eqn.params:
+            self._check_rule()
+        self._rule = outer
+        if params is eqn.params and are_same((*ins, *outs), (*eqn.invars, *eqn.outvars)):
+            return eqn
+        return eqn.replace(invars=ins, outvars=outs, params=params)
+
+    def _number(self, v: Atom) -> Atom:
+        """Returns a literal in place of a number of rows."""
+        one, two = self._symbolic.numbers[v]
+        if v not in self._own:
+            self._check_rule()
+            return cast(Atom, one)
+        if self._rows in self._traced:
+            return cast(Atom, (one, two)[self._traced.index(self._rows)])
+        a, b = self._traced
+        for power in (1.0, -1.0):  # a count, a weight
+            if np.allclose(one.val * b**power, two.val * a**power):
+                value = np.asarray(one.val * (self._rows / a) ** power, one.aval.dtype)
+                return cast(Atom, core.Literal(value, one.aval))
+        raise UnevenError(f"a number is {one.val} for {a} rows and {two.val} for {b}")
+
+    def _check_rule(self) -> None:
+        """Refuses numbers of the global batch within a function with derivatives of its own: these
+        have the numbers of the rows that they were traced on.
+
+        Raises:
+          UnevenError: Names the function.
+        """
+        if self._rule is not None and self._rows != self._symbolic.global_rows:
+            raise UnevenError(where(self._rule))
+
+    def _param(self, value: Value, rows: int) -> Value:
+        if jaxprs.is_jaxpr(value):
+            return with_parts(value, lambda body: self._program(body, rows, jaxprs.new_variable))
+        if isinstance(value, Both):
+            if rows not in self._traced:
+                raise UnevenError(f"a kernel is traced for {self._traced} rows and not for {rows}")
+            return (value.one, value.two)[self._traced.index(rows)]
+        return self._symbolic.rows.at(value, rows) if is_symbolic(value) else value
+
+
+def _on_one_device(eqn: Equation, operands: Sequence[Atom]) -> dict[str, Value]:
+    """Returns the parameters of a ``shard_map`` on the rows that one device has in the second
+    trace.
+
+    Raises:
+      UnevenError: Its function is traced on other shapes.
+    """
+    params = mapped(eqn.params, lambda x: x.two if isinstance(x, Both) else x)
+    traced = [v.aval.shape for v in jaxprs.open_jaxpr(params["jaxpr"])[0].invars]
+    if traced != [v.aval.shape for v in operands]:
+        raise UnevenError(where(eqn))
+    return cast("dict[str, Value]", params)

@@ -99,10 +99,10 @@ class _Instance:
         outer = self._rule
         self._rule = outer or (eqn if eqn.primitive in RULES else None)
         ins, outs = [*map(read, eqn.invars)], [*map(variable, eqn.outvars)]
-        if eqn.primitive.name == "shard_map" and here not in self._traced:
-            params = _on_one_device(eqn, ins)
-        else:
-            params = mapped(eqn.params, lambda value: self._param(value, here))
+        given = eqn.params
+        if here not in self._traced:
+            given = _on_few(eqn, ins)
+        params = mapped(given, lambda value: self._param(value, here))
         if of_all and params is not eqn.params:
             self._check_rule()
         self._rule = outer
@@ -145,15 +145,19 @@ class _Instance:
         return self._symbolic.rows.at(value, rows) if is_symbolic(value) else value
 
 
-def _on_one_device(eqn: Equation, operands: Sequence[Atom]) -> dict[str, Value]:
-    """Returns the parameters of a ``shard_map`` on the rows that one device has in the second
-    trace.
+def _on_few(eqn: Equation, operands: Sequence[Atom]) -> dict[str, Value]:
+    """Returns the parameters of an equation on rows of neither trace, as far as those of the second
+    are the same. A ``shard_map`` has the rows of one device there. A function with derivatives of
+    its own has them as functions, which fail on other shapes than those they need.
 
     Raises:
-      UnevenError: Its function is traced on other shapes.
+      UnevenError: The function of a ``shard_map`` is traced on other shapes.
     """
+    if eqn.primitive.name != "shard_map" and eqn.primitive not in RULES:
+        return eqn.params
     params = mapped(eqn.params, lambda x: x.two if isinstance(x, Both) else x)
-    traced = [v.aval.shape for v in jaxprs.open_jaxpr(params["jaxpr"])[0].invars]
-    if traced != [v.aval.shape for v in operands]:
-        raise UnevenError(where(eqn))
+    if eqn.primitive.name == "shard_map":
+        traced = [v.aval.shape for v in jaxprs.open_jaxpr(params["jaxpr"])[0].invars]
+        if traced != [v.aval.shape for v in operands]:
+            raise UnevenError(where(eqn))
     return cast("dict[str, Value]", params)

@@ -16,6 +16,9 @@ import optax
 import pytest
 from equal import TOLERANCE, assert_near, check, host, start, zero_for
 from programs import PROGRAMS, ROWS, Kind, shapes
+from programs.program import WIDTH
+
+import zerojax
 
 WITHOUT_AXES = {name: program for name, program in PROGRAMS.items() if not program.axes}
 """The specs of the others name axes of other meshes: test_features.py."""
@@ -50,6 +53,28 @@ def exact_cells() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "stage", "k", "small"), list(exact_cells()))
 def test_exactly(name: str, stage: int, k: int, small: int) -> None:
     emitted.check(emitted.source(name), stage, k, small_array_size=small)
+
+
+def coincident_cells() -> Iterator[Any]:
+    names = [
+        name
+        for name in emitted.NAMES
+        if not emitted.ALL[name].axes
+        and emitted.ALL[name].accumulated.kind is Kind.EQUAL
+        # The second is a hash of all rows, the first returns vectors of as many numbers.
+        and name not in {"results_vectors", *CONVOLVED}
+    ]
+    for i, name in enumerate(names):
+        fast = name in {"mlp", "tied", "nnx_norm", "loss_two_means", "graphs", "stack_in_a_loop"}
+        marks = () if fast else pytest.mark.sweep
+        yield pytest.param(name, i // 2 % 4, 1 + i % 2, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "stage", "devices"), list(coincident_cells()))
+def test_rows_that_are_as_many_as_a_width(name: str, stage: int, devices: int) -> None:
+    """In micro-batches of one row, or of two."""
+    k = WIDTH if devices == 1 else WIDTH // 2
+    emitted.check(emitted.source(name, WIDTH), stage, k, zerojax.mesh(devices))
 
 
 def rounded_cells() -> Iterator[Any]:

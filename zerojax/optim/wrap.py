@@ -171,7 +171,9 @@ def wrap(
         # Parameters may contain functions (of an Equinox module), which cannot be arguments.
         arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves((state.inner, params)))
         given = (state.inner, params) if arrays else ()
-        inner_update = TracedUpdate(update_inner, grads, *given)
+        # jax traces the same function once, also for a step that is traced on other rows.
+        alike = arrays and not extra
+        inner_update = TracedUpdate(inner_tx.update if alike else update_inner, grads, *given)
         used = inner_update.uses
         # Gradients that have been offloaded come with their square sums.
         if not needs_norm:

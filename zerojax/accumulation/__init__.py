@@ -4,12 +4,13 @@ A step traced on the global batch, a function that traces it on other batches, a
 arguments come in; ``run.MicroBatches``, to be read first, computes the results of the global batch
 micro-batch by micro-batch. In the order of the work:
 
-- ``flat``: the step without calls. ``resize``: the step on micro-batches of a single row.
+- ``flat``: the step without calls. ``symbolic``, ``traces``, ``instances``: the step on a symbolic
+  number of rows, from two traces, and on the numbers of rows that are needed.
 - ``resolve``, ``analysis``, ``equation_analysis``: the dependence of each value on the rows of the
   batch, a ``RowKind`` of ``kinds``, by the rules of ``row_rules``, ``product_rules`` and
-  ``sum_rules``. ``pairs`` matches the equations of both traces. ``reductions``: sum, max and so on.
+  ``sum_rules``. ``reductions``: sum, max and so on.
 - ``roles``: the results that each micro-batch computes, and the state that it passes to the next.
-- ``split``, ``literals``: the programs that run per micro-batch and once.
+- ``split``: the programs that run per micro-batch and once.
 - ``lanes``: micro-batches side by side, one per device.
 - ``lines``: the user's line of an equation, for the messages of all rooms.
 

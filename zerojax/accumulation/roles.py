@@ -16,6 +16,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import OF_ALL_ROWS, REMEDIES, UNDIVIDED
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind
+from zerojax.accumulation.split import ByPart
 from zerojax.distributed import log
 from zerojax.graph.analysis import Analysis as Dataflow
 from zerojax.train_state.pytree import form_of
@@ -140,16 +141,15 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, At
 
 def per_micro_batch(
     flat: Flat, analysis: Analysis, roles: Roles, carry: Mapping[int, Atom], k: int
-) -> tuple[list[int], list[int]]:
-    """Returns the results that each micro-batch computes, and those of them that are averaged.
+) -> list[ByPart]:
+    """Returns the results that each micro-batch computes.
 
     Raises:
       ValueError: The state, or a result, would not be that of the global batch.
     """
     passed = {*carry.values()}
     state = {*roles.state}
-    stacked: list[int] = []
-    averaged: list[int] = []
+    stacked: list[ByPart] = []
 
     def refusal(i: int, why: str) -> ValueError:
         what = f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]}"
@@ -183,16 +183,15 @@ def per_micro_batch(
                 "not know. Add them to the batch.",
             )
         elif kind.rows or kind.name == "own":
-            stacked.append(i)
-            if kind.name == "own" and not v.aval.ndim:
-                if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
-                    raise refusal(
-                        i,
-                        f"({v.aval.dtype}) has another value for each, and they cannot be "
-                        "averaged. Return it as a float, or for each row.",
-                    )
-                averaged.append(i)
-    return stacked, averaged
+            averaged = kind.name == "own" and not v.aval.ndim
+            if averaged and not jnp.issubdtype(v.aval.dtype, jnp.inexact):
+                raise refusal(
+                    i,
+                    f"({v.aval.dtype}) has another value for each, and they cannot be "
+                    "averaged. Return it as a float, or for each row.",
+                )
+            stacked.append(ByPart(i, kind, averaged))
+    return stacked
 
 
 def refuse_statistics(roles: Roles, analysis: Analysis, flat: Flat, k: int) -> None:

@@ -14,7 +14,6 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import UNDIVIDED
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.instances import on_all
-from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
 from zerojax.accumulation.lines import raised_at
 from zerojax.accumulation.reductions import REDUCTIONS
@@ -106,14 +105,10 @@ class _Divided(NamedTuple):
     Attributes:
       split: The programs of the step.
       analysis: The analysis of the step.
-      kinds: The kind of each result that every micro-batch computes, by position.
-      averaged: Positions of those results that are averaged over the micro-batches.
     """
 
     split: Split
     analysis: Analysis
-    kinds: dict[int, RowKind]
-    averaged: list[int]
 
 
 class MicroBatches:
@@ -210,15 +205,13 @@ class MicroBatches:
         carry = carried(flat, analysis, roles.rest)
         if not self._statistics:
             refuse_statistics(roles, analysis, flat, self._k)
-        stacked, averaged = per_micro_batch(flat, analysis, roles, carry, self._k)
+        stacked = per_micro_batch(flat, analysis, roles, carry, self._k)
         wants, axis = self._wants, self._inserter.axis
         if not self._sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         return _Divided(
             split(symbolic, analysis, rows, choices.first, stacked, carry, wants),
             analysis,
-            {i: analysis.kind(flat.outvars[i]).added for i in stacked},
-            averaged,
         )
 
     def __call__(
@@ -300,16 +293,14 @@ class MicroBatches:
         want = [self._want[i] for i in split.done]
         done = inserter(split.once, [*placeholders, *first, *crossing, *last], replace, want)
         results = dict(zip(split.done, done, strict=True))
-        results.update(zip(split.stacked, others[split.n_last :], strict=True))
-        for i, kind in self._divided.kinds.items():
+        for (i, kind, averaged), x in zip(split.stacked, others[split.n_last :], strict=True):
+            results[i] = jnp.mean(x, axis=0) if averaged else x
             if self.lanes is not None:
                 results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
             if kind.rows and kind.outer is not None:
                 results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
             if i in self._roles.as_batch and kind.rows and not kind.dim:
                 results[i] = results[i].reshape(-1, *results[i].shape[2:])
-        for i in self._divided.averaged:
-            results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]
 
     def _as_given(self, argument: object, value: jax.Array) -> jax.Array | Shard:
@@ -375,7 +366,7 @@ def _suits_lanes(divided: _Divided, lanes: Lanes) -> bool:
     # Noise in the batch's shape would be the same on all lanes, statistics would be of each lane's
     # own rows, and state that the batch changes would differ from lane to lane.
     differs = analysis.drawn or analysis.owners or split.carry or split.n_last
-    all_rows = all(kind.rows for kind in divided.kinds.values())
+    all_rows = all(x.kind.rows for x in split.stacked)
     return not differs and all_rows and lanes.suit(split.micro)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -12,6 +13,8 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.instances import on_all, on_some
+from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.lines import where
 from zerojax.accumulation.symbolic import Symbolic
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
@@ -32,12 +35,28 @@ class Crossing:
       spec: The spec of a gradient; None for other values.
       wide: True if the value is a float of fewer than 32 bits, and all equations of ``once`` that
         use the value first convert it to float32 or wider.
+      where: The equation that computes the value.
     """
 
     variable: Atom
     how: str
     spec: Spec | None
     wide: bool
+    where: str
+
+
+class ByPart(NamedTuple):
+    """A result of the step that each micro-batch computes.
+
+    Attributes:
+      position: Its position among the results.
+      kind: Its kind after all micro-batches.
+      averaged: Whether it is averaged over the micro-batches.
+    """
+
+    position: int
+    kind: RowKind
+    averaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,19 +72,45 @@ class Split:
         arguments.
       crossing: The values that are reduced over all micro-batches.
       n_last: Number of values of the last micro-batch.
-      stacked: Positions of the step's results that each micro-batch computes.
+      stacked: The step's results that each micro-batch computes.
       carry: Positions of the arguments that each micro-batch computes for the next.
       done: Positions of the results that ``once`` computes.
+
+    Printed, it is a table::
+
+      before:           3 equations on the global batch
+      each micro-batch: 57 equations; passes arguments (4,) to the next
+        sum  float32[8, 4]  dot_general at train.py:7
+        result 9 averaged
+      after:            20 equations
     """
 
     first: Flat
     micro: Flat
     once: Flat
-    crossing: list[Crossing]
+    crossing: tuple[Crossing, ...]
     n_last: int
-    stacked: list[int]
-    carry: list[int]
-    done: list[int]
+    stacked: tuple[ByPart, ...]
+    carry: tuple[int, ...]
+    done: tuple[int, ...]
+
+    def __str__(self) -> str:
+        passes = f"; passes arguments {self.carry} to the next" if self.carry else ""
+        return "\n".join(
+            [
+                f"before:           {len(self.first.eqns)} equations on the global batch",
+                f"each micro-batch: {len(self.micro.eqns)} equations{passes}",
+                *(
+                    f"  {x.how}  {x.variable.aval.dtype}{[*x.variable.aval.shape]}  {x.where}"
+                    for x in self.crossing
+                ),
+                *(
+                    f"  result {x.position} {'averaged' if x.averaged else x.kind.name}"
+                    for x in self.stacked
+                ),
+                f"after:            {len(self.once.eqns)} equations",
+            ]
+        )
 
 
 def split(
@@ -73,7 +118,7 @@ def split(
     analysis: Analysis,
     rows: int,
     first: Collection[Atom],
-    stacked: Sequence[int],
+    stacked: Sequence[ByPart],
     carry: Mapping[int, Atom],
     wants: Mapping[Atom, Spec],
 ) -> Split:
@@ -84,7 +129,7 @@ def split(
       analysis: Its analysis.
       rows: Rows of a micro-batch.
       first: Variables that depend only on the batch.
-      stacked: Positions of results that each micro-batch computes.
+      stacked: The results that each micro-batch computes.
       carry: By position among the arguments, the variable with the next micro-batch's argument.
       wants: The specs of gradients, by variable.
 
@@ -94,16 +139,23 @@ def split(
     flat = symbolic.flat
     early = [v for eqn in flat.eqns for v in eqn.outvars if v in first]
     chosen = _Once(symbolic, analysis, {*early}, {*carry.values()}, wants)
-    done = [i for i in range(len(flat.outvars)) if i not in {*stacked}]
+    by_part = [x.position for x in stacked]
+    done = [i for i in range(len(flat.outvars)) if i not in by_part]
     chosen.need(flat.outvars[i] for i in done)
     chosen.need(v for eqn in chosen.effects() for v in eqn.invars)
-    crossing = [
-        Crossing(v, analysis.kind(v).added.name, wants.get(v), _is_half(v) and chosen.taken_wide(v))
+    crossing = tuple(
+        Crossing(
+            v,
+            analysis.kind(v).added.name,
+            wants.get(v),
+            _is_half(v) and chosen.taken_wide(v),
+            where(graph_of(flat).producer(v)),
+        )
         for v in chosen.crossing
-    ]
+    )
     last = list(chosen.last)
     effects = {i for i, eqn in enumerate(flat.eqns) if eqn.effects} - {*chosen.eqns}
-    outs = [*chosen.crossing, *last, *(flat.outvars[i] for i in stacked), *carry.values()]
+    outs = [*chosen.crossing, *last, *(flat.outvars[i] for i in by_part), *carry.values()]
     once = dataclasses.replace(
         flat,
         invars=[*flat.invars, *early, *chosen.crossing, *last],
@@ -118,9 +170,9 @@ def split(
         once=on_all(symbolic, once),
         crossing=crossing,
         n_last=len(last),
-        stacked=list(stacked),
-        carry=list(carry),
-        done=done,
+        stacked=tuple(stacked),
+        carry=tuple(carry),
+        done=tuple(done),
     )
 
 

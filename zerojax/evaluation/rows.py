@@ -23,7 +23,7 @@ from zerojax.accumulation.flat import flatten
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.reductions import REDUCTIONS
-from zerojax.accumulation.split import split
+from zerojax.accumulation.split import ByPart, split
 from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
 from zerojax.accumulation.traces import RULES, symbolic_program
 from zerojax.evaluation.masks import Mask
@@ -124,9 +124,10 @@ class Parts:
         # Only shapes show what a kernel does with the rows.
         for place in (*self._analysis.kernels, *(() if noise else self._analysis.drawn)):
             raise Undivided.at(place, TOGETHER)
-        self._kinds = [self._kind(v) for v in symbolic.flat.outvars]
-        self.stacked: list[int] = [i for i, kind in enumerate(self._kinds) if kind.rows]
-        self._split = split(symbolic, self._analysis, rows, (), self.stacked, {}, {})
+        kinds = [self._kind(v) for v in symbolic.flat.outvars]
+        by_part = [ByPart(i, kind) for i, kind in enumerate(kinds) if kind.rows]
+        self._split = split(symbolic, self._analysis, rows, (), by_part, {}, {})
+        self.stacked: list[int] = [x.position for x in by_part]
         self._masks = self._masked() if padded else {}
 
     def _kind(self, v: Atom) -> RowKind:
@@ -200,7 +201,7 @@ class Parts:
         outs = jaxprs.evaluate(self._split.micro, args, run, opens=lambda eqn: False)
         n = len(self._split.crossing)
         totals = [x.astype(_wide(x.dtype)) for x in outs[:n]]
-        kinds = [self._kinds[i] for i in self.stacked]
+        kinds = [x.kind for x in self._split.stacked]
         return totals, [self._in_front(x, kind) for x, kind in zip(outs[n:], kinds, strict=True)]
 
     def _in_front(self, x: jax.Array, kind: RowKind) -> jax.Array:
@@ -228,9 +229,9 @@ class Parts:
         ]
         done = jaxprs.evaluate(split.once, [*args, *crossing], opens=lambda eqn: False)
         results = dict(zip(split.done, done, strict=True))
-        for i, x in zip(self.stacked, rows, strict=True):
+        for by_part, x in zip(split.stacked, rows, strict=True):
             x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-            results[i] = jnp.moveaxis(x, 0, self._kinds[i].dim)
+            results[by_part.position] = jnp.moveaxis(x, 0, by_part.kind.dim)
         return [results[i] for i in range(len(results))]
 
 

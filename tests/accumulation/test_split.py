@@ -49,7 +49,7 @@ def test_what_crosses_and_what_runs_once() -> None:
 def test_it_prints_as_a_table() -> None:
     lines = str(divided(1)).splitlines()
     assert re.fullmatch(r"before: +\d+ equations on the global batch", lines[0])
-    assert any(re.fullmatch(r"  sum  float32\[8, 8\]  \w+ at test_split\.py:20", x) for x in lines)
+    assert any(re.fullmatch(r"  sum  float32\[8, 8\]  \w+ at test_split\.py:22", x) for x in lines)
     assert "  result 2 rows" in lines
 
 

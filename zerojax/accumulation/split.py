@@ -142,7 +142,8 @@ def split(
     by_part = [x.position for x in stacked]
     done = [i for i in range(len(flat.outvars)) if i not in by_part]
     chosen.need(flat.outvars[i] for i in done)
-    chosen.need(v for eqn in chosen.effects() for v in eqn.invars)
+    effects = {i for i, eqn in enumerate(flat.eqns) if eqn.effects}
+    chosen.need_effects(effects)
     crossing = tuple(
         Crossing(
             v,
@@ -154,7 +155,6 @@ def split(
         for v in chosen.crossing
     )
     last = list(chosen.last)
-    effects = {i for i, eqn in enumerate(flat.eqns) if eqn.effects} - {*chosen.eqns}
     outs = [*chosen.crossing, *last, *(flat.outvars[i] for i in by_part), *carry.values()]
     once = dataclasses.replace(
         flat,
@@ -165,7 +165,10 @@ def split(
     return Split(
         first=on_all(symbolic, _pruned(flat, [], early)),
         micro=on_some(
-            symbolic, _pruned(flat, early, outs, keep=effects), rows, frozenset(analysis.own)
+            symbolic,
+            _pruned(flat, early, outs, keep=effects - chosen.eqns.keys()),
+            rows,
+            frozenset(analysis.own),
         ),
         once=on_all(symbolic, once),
         crossing=crossing,
@@ -263,15 +266,14 @@ class _Once:
                 return False
         return True
 
-    def effects(self) -> list[Equation]:
-        """Adds equations with effects (prints) on values that are known once, and returns them."""
-        effects = []
-        for i, eqn in enumerate(self._flat.eqns):
+    def need_effects(self, positions: Collection[int]) -> None:
+        """Adds those equations with effects (prints) that are on values that are known once."""
+        for i in positions:
+            eqn = self._flat.eqns[i]
             kinds = [self._analysis.kind(v) for v in eqn.invars]
-            if eqn.effects and all(k.needs_all_rows or k.name == "fixed" for k in kinds):
+            if all(k.needs_all_rows or k.name == "fixed" for k in kinds):
                 self.eqns[i] = eqn
-                effects.append(eqn)
-        return effects
+                self.need(eqn.invars)
 
 
 def _is_half(v: Atom) -> bool:

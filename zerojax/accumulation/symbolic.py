@@ -30,7 +30,7 @@ Value: TypeAlias = Any
 NewVariable = Callable[[Any, Sequence[Size]], Any]
 """Function from the abstract value of a variable, and a shape, to a variable of that shape."""
 
-_Dimension: Any = type(jax.export.symbolic_shape("b")[0])
+_Dimension = type(jax.export.symbolic_shape("b")[0])
 
 
 class UnevenError(Exception):

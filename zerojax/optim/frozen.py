@@ -68,9 +68,8 @@ class TracedUpdate:
         captures = len(leaves) < len(jaxprs.open_jaxpr(self._jaxpr)[0].invars)
         if captures or (run is None and not self._has_muon):
             return self._traced(*args)
-        run = _evaluate if run is None else run
         shapes, tree = jax.tree.flatten(self._shapes)
-        outs = zip(run(self._jaxpr, leaves), shapes, strict=True)
+        outs = zip((run or _evaluate)(self._jaxpr, leaves), shapes, strict=True)
         # A literal of the jaxpr is a number.
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, s.dtype) for x, s in outs]
         return jax.tree.unflatten(tree, arrays)

@@ -325,10 +325,9 @@ def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 
 
-def new_variable(aval: Shaped, shape: Sequence[int] | None = None) -> Atom:
+def new_variable(aval: Any, shape: Sequence[int] | None = None) -> Atom:
     """Returns a variable of no jaxpr yet; with another shape than ``aval``, if given."""
-    known: Any = aval
-    return cast(Atom, core.Var(known if shape is None else known.update(shape=tuple(shape))))
+    return cast(Atom, core.Var(aval if shape is None else aval.update(shape=tuple(shape))))
 
 
 def without_calls(

@@ -1,5 +1,6 @@
 """What a value has to do with the rows of the batch."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -293,13 +294,26 @@ def test_noise_in_the_batchs_shape() -> None:
     assert not found.drawn
 
 
-def test_programs_that_depend_on_the_number_of_rows() -> None:
-    for function in (
-        lambda w, b: jnp.sin(b["x"]) if b["x"].shape[0] > 10 else jnp.cos(b["x"]),
-        lambda w, b: b["x"] ** (len(b["x"]) + 2),
-        lambda w, b: b["x"][:, len(b["x"]) // B :][:, :3],
-        lambda w, b: jnp.sin(b["x"] if len(b["x"]) == B else 2 * b["x"]) + 2 * b["x"],
-        lambda w, b: (jnp.sin(b["x"]), jnp.cos(b["x"]))[len(b["x"]) // B],
-    ):
-        with pytest.raises(UnevenError, match=r"test_analysis\.py|other values"):
-            analysis(function)
+@pytest.mark.parametrize(
+    ("function", "contrast"),
+    [
+        (
+            lambda w, b: jnp.sin(b["x"]) if b["x"].shape[0] > 10 else jnp.cos(b["x"]),
+            r" with 24 rows, and cos at test_analysis\.py:\d+ with 8",
+        ),
+        (
+            lambda w, b: b["x"] ** (len(b["x"]) + 2),
+            ", whose y is 26 with 24 rows, and 10 with 8",
+        ),
+        (
+            lambda w, b: b["x"][:, len(b["x"]) // B :][:, :3],
+            r", whose start_indices is \(0, 1\) with 24 rows, and \(0, 0\) with 8",
+        ),
+        (lambda w, b: jnp.sin(b["x"] if len(b["x"]) == B else 2 * b["x"]) + 2 * b["x"], None),
+        (lambda w, b: (jnp.sin(b["x"]), jnp.cos(b["x"]))[len(b["x"]) // B], ""),
+    ],
+)
+def test_programs_that_depend_on_the_number_of_rows(function: Any, contrast: str | None) -> None:
+    with pytest.raises(UnevenError, match=r"test_analysis\.py|other values") as raised:
+        analysis(function)
+    assert contrast is None or re.fullmatch(contrast, raised.value.contrast)

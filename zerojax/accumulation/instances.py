@@ -9,7 +9,6 @@ import numpy as np
 from jax.extend import core
 
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.lines import where
 from zerojax.accumulation.symbolic import (
     Both,
     NewVariable,
@@ -89,7 +88,12 @@ class _Instance:
             return self._number(v) if v in self._symbolic.numbers else variable(v)
 
         constvars, invars = ([*map(variable, x)] for x in (program.constvars, program.invars))
-        eqns = [self._equation(eqn, rows, read, variable) for eqn in program.eqns]
+        eqns: list[Equation] = []
+        for eqn in program.eqns:
+            try:
+                eqns.append(self._equation(eqn, rows, read, variable))
+            except UnevenError as e:
+                raise e.at(eqn) from None
         return Parts(constvars, invars, eqns, [*map(read, program.outvars)])
 
     def _equation(self, eqn: Equation, rows: int, read: _Read, variable: _Read) -> Equation:
@@ -123,7 +127,10 @@ class _Instance:
             if np.allclose(one.val * b**power, two.val * a**power):
                 value = np.asarray(one.val * (self._rows / a) ** power, one.aval.dtype)
                 return cast(Atom, core.Literal(value, one.aval))
-        raise UnevenError(f"a number is {one.val} for {a} rows and {two.val} for {b}")
+        raise UnevenError.differing(
+            f", whose number is {one.val:g} with {a} rows, and {two.val:g} with {b}: not known for "
+            f"{self._rows}"
+        )
 
     def _check_rule(self) -> None:
         """Refuses numbers of the global batch within a function with derivatives of its own: these
@@ -133,14 +140,14 @@ class _Instance:
           UnevenError: Names the function.
         """
         if self._rule is not None and self._rows != self._symbolic.global_rows:
-            raise UnevenError(where(self._rule))
+            raise UnevenError().at(self._rule)
 
     def _param(self, value: Value, rows: int) -> Value:
         if jaxprs.is_jaxpr(value):
             return with_parts(value, lambda body: self._program(body, rows, jaxprs.new_variable))
         if isinstance(value, Both):
             if rows not in self._traced:
-                raise UnevenError(f"a kernel is traced for {self._traced} rows and not for {rows}")
+                raise UnevenError.differing(f", traced for {self._traced} rows and not for {rows}")
             return (value.one, value.two)[self._traced.index(rows)]
         return self._symbolic.rows.at(value, rows) if is_symbolic(value) else value
 
@@ -159,5 +166,5 @@ def _on_few(eqn: Equation, operands: Sequence[Atom]) -> dict[str, Value]:
     if eqn.primitive.name == "shard_map":
         traced = [v.aval.shape for v in jaxprs.open_jaxpr(params["jaxpr"])[0].invars]
         if traced != [v.aval.shape for v in operands]:
-            raise UnevenError(where(eqn))
+            raise UnevenError
     return cast("dict[str, Value]", params)

@@ -174,7 +174,8 @@ class MicroBatches:
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
-                f"depends on the number of rows that it is given ({e}). {e.remedy or _REMEDY}"
+                f"depends on the number of rows that it is given ({e}{e.contrast}). "
+                f"{e.remedy or _REMEDY}"
             ) from e
         warn_of_differences(roles.name, self._divided.analysis, k)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 
 from zerojax.accumulation.flat import Flat, Variable
+from zerojax.accumulation.lines import where
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
@@ -37,10 +38,24 @@ class UnevenError(Exception):
     """Error for a program that depends on the number of rows; the message says where.
 
     Attributes:
+      contrast: How the traces differ there, if known, to be read after the message.
       remedy: What to write instead, if known.
     """
 
+    contrast = ""
     remedy: str | None = None
+
+    @classmethod
+    def differing(cls, contrast: str) -> UnevenError:
+        """Returns the error for an equation that :meth:`at` names."""
+        error = cls()
+        error.contrast = contrast
+        return error
+
+    def at(self, eqn: Equation) -> UnevenError:
+        """Returns the error, which names an equation if it names none yet."""
+        self.args = (str(self) or where(eqn),)
+        return self
 
 
 class Rows:
@@ -111,7 +126,7 @@ class Rows:
             return (one, two)[self.traced.index(rows)]
         exact = Fraction(one * rows, self.traced[0])
         if exact.denominator != 1 or not self._is_proportional(one, two):
-            raise UnevenError(f"a dimension has {one} elements for {self.traced[0]} rows")
+            raise UnevenError.differing(f" with {one} elements for {self.traced[0]} rows")
         return exact.numerator
 
     def shape(self, atom: Atom, rows: int) -> tuple[int, ...]:

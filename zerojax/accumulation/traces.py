@@ -102,7 +102,7 @@ class _Common:
             try:
                 eqns.append(self._equation(a, b, read, variable))
             except UnevenError as e:
-                raise UnevenError(str(e) or where(a or b)) from e
+                raise e.at(a or b) from None
         try:
             outvars = [*map(read, one.outvars, two.outvars)]
         except UnevenError as e:
@@ -113,8 +113,10 @@ class _Common:
         self, a: Equation | None, b: Equation | None, read: _Atoms, variable: Callable[..., Atom]
     ) -> Equation:
         """Returns an equation; one of the traces may have none in its place."""
-        if a is None or b is None or a.primitive != b.primitive:
+        if a is None or b is None:
             raise UnevenError
+        if a.primitive != b.primitive:
+            raise self._uneven("", where(b))
         if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             raise UnevenError
         params = mapped(a.params, _either if a.primitive.name in KERNELS else self._param, b.params)
@@ -130,15 +132,37 @@ class _Common:
             return a
         eqn = a.replace(invars=ins, outvars=outs, params=params)
         if grows(eqn):
-            _check_numbers(eqn)
+            self._check_numbers(eqn, b)
         return eqn
 
     def _shape(self, one: Atom, two: Atom) -> Sequence[Size]:
         """Returns the shape of a variable."""
         a, b = (getattr(v.aval, "shape", ()) for v in (one, two))
         if a != b and (len(a) != len(b) or not all(map(self._rows.fit, a, b))):
-            raise UnevenError
+            raise self._uneven(f" of shape {a}", f"{b}")
         return [*map(self._rows.size, a, b)]
+
+    def _uneven(self, one: str, two: str) -> UnevenError:
+        """Returns an error that says how the traces differ."""
+        n, m = self._rows.traced
+        return UnevenError.differing(f"{one} with {n} rows, and {two} with {m}")
+
+    def _check_numbers(self, eqn: Equation, other: Equation) -> None:
+        """Refuses an equation on rows whose parameters hold other numbers than sizes of dimensions
+        that grow, such as an exponent or the column where a slice begins; ``other`` is that of the
+        second trace."""
+        if eqn.primitive.name in KERNELS or jaxprs.programs(eqn):
+            return
+        grow = {d for v in (*eqn.invars, *eqn.outvars) for d in growing(v)}
+        for name, value in eqn.params.items():
+            if isinstance(value, tuple):
+                numbers = (_has_number(x) and d not in grow for d, x in enumerate(value))
+                bad = name != "sizes" and any(numbers)  # a split's are of one dimension
+            else:
+                bad = name not in _GROUPS and _has_number(value)
+            if bad:
+                of_first = mapped(value, lambda x: self._rows.at(x, self._rows.traced[0]))
+                raise self._uneven(f", whose {name} is {of_first}", f"{other.params[name]}")
 
     def _literal(self, one: Value, two: Value) -> Atom:
         if one.val is two.val or not _differ(one.val, two.val):
@@ -167,28 +191,6 @@ def _either(one: Value, two: Value) -> Value:
 def _differ(one: Value, two: Value) -> bool:
     """Returns whether two numbers differ; NaN is one number."""
     return bool(np.any((one != two) & ((one == one) | (two == two))))
-
-
-def _check_numbers(eqn: Equation) -> None:
-    """Refuses an equation on rows whose parameters hold other numbers than sizes of dimensions that
-    grow, such as an exponent or the column where a slice begins.
-
-    Raises:
-      UnevenError: Names the equation.
-    """
-    if eqn.primitive.name in KERNELS or jaxprs.programs(eqn):
-        return
-    grow = {d for v in (*eqn.invars, *eqn.outvars) for d in growing(v)}
-    for name, value in eqn.params.items():
-        if isinstance(value, tuple):
-            # The sizes of a split are those of one dimension.
-            bad = name != "sizes" and any(
-                _has_number(x) and d not in grow for d, x in enumerate(value)
-            )
-        else:
-            bad = name not in _GROUPS and _has_number(value)
-        if bad:
-            raise UnevenError(where(eqn))
 
 
 def _has_number(value: Value) -> bool:

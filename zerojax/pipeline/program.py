@@ -82,7 +82,7 @@ class Pipeline:
         except UnevenError as e:
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: what it computes depends on the "
-                f"number of rows that it is given ({e}). {e.remedy or ''}".rstrip()
+                f"number of rows that it is given ({e}{e.contrast}). {e.remedy or ''}".rstrip()
             ) from e
 
     def _found(self, params: Sequence[bool]) -> dict[int, LayerLoop]:

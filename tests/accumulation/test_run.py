@@ -136,6 +136,26 @@ def test_losses(kind: str, devices: int, k: int, stage: int) -> None:
     exactly(with_loss(losses(kind)), devices, k, stage)
 
 
+@pytest.mark.parametrize(("k", "traces"), [(1, 1), (2, 2)])
+def test_how_often_functions_are_traced(k: int, traces: int) -> None:
+    calls = {"step": 0, "evaluate": 0}
+
+    def step(state: Any, b: Any) -> Any:
+        calls["step"] += 1
+        loss, grads = jax.value_and_grad(losses("sum"))(state.params, b)
+        return state.apply_gradients(grads=grads), loss
+
+    def evaluate(state: Any, b: Any) -> jax.Array:
+        calls["evaluate"] += 1
+        return losses("sum")(state.params, b)
+
+    zero = zero_for(1, k, train_micro_batch_size_per_gpu=ROWS // 8 // k)
+    state = zero.init(start)
+    zero.evaluate(evaluate)(state, batch())
+    zero(step)(state, batch())
+    assert calls == {"step": traces, "evaluate": traces}
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_follows_runs_once(stage: int) -> None:
     def step(state: State, b: Any) -> Any:

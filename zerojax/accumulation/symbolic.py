@@ -147,7 +147,8 @@ def is_symbolic(value: object) -> bool:
 
 def growing(atom: Atom) -> list[int]:
     """Returns the dimensions in which a value grows with the number of rows."""
-    return [d for d, n in enumerate(getattr(atom.aval, "shape", ())) if is_symbolic(n)]
+    shape = getattr(atom.aval, "shape", ())
+    return [d for d, n in enumerate(shape) if isinstance(n, _Dimension)]
 
 
 def grows(eqn: Equation) -> bool:

@@ -80,11 +80,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What zerojax logs; a thread of another library may log in a later test than its own."""
-    of_zerojax = logging.Filter("zerojax")
-    caplog.handler.addFilter(of_zerojax)
+    """What zerojax and jax log; threads of other libraries may log in a later test than theirs."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return record.name.startswith(("zerojax", "jax"))
+
+    caplog.handler.addFilter(is_ours)
     yield caplog
-    caplog.handler.removeFilter(of_zerojax)
+    caplog.handler.removeFilter(is_ours)
 
 
 @pytest.fixture

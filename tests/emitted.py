@@ -285,9 +285,11 @@ def by_hand(source: Source) -> Source:
             params=cast(state.params, jnp.bfloat16), tx=with_masters(state.tx),
             opt_state=(state.params, state.opt_state),
         )  # fmt: skip
-        new, *out = source.step(low, *arguments, **more)
+        results = source.step(low, *arguments, **more)
+        new, *out = results if isinstance(results, tuple) else (results,)
         params, opt_state = new.opt_state
-        return new.replace(params=params, opt_state=opt_state, tx=state.tx), *out
+        new = new.replace(params=params, opt_state=opt_state, tx=state.tx)
+        return (new, *out) if isinstance(results, tuple) else new
 
     return dataclasses.replace(source, step=step)
 

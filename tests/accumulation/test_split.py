@@ -13,6 +13,7 @@ from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.split import ByPart, Split, split
 from zerojax.accumulation.symbolic import Rows
 from zerojax.accumulation.traces import symbolic_program
+from zerojax.xla import jaxprs
 
 W = jnp.ones((8, 8))
 
@@ -39,7 +40,6 @@ def test_what_crosses_and_what_runs_once() -> None:
     }  # fmt: skip
     assert program.done == (0, 1, 3)
     assert [v.aval.shape for v in program.micro.outvars if v.aval.ndim] == [(8, 8), (2, 8)]
-    assert [v.aval.shape for v in program.first.invars] == [(8, 8), (8, 8)]
     names = [[eqn.primitive.name for eqn in x.eqns] for x in (program.first, program.once)]
     assert "gt" in names[0]
     assert "sqrt" in names[1]
@@ -48,14 +48,11 @@ def test_what_crosses_and_what_runs_once() -> None:
 
 def test_it_prints_as_a_table() -> None:
     lines = str(divided(1)).splitlines()
-    assert re.fullmatch(r"before: +\d+ equations on the global batch", lines[0])
-    assert any(re.fullmatch(r"  sum  float32\[8, 8\]  \w+ at test_split\.py:22", x) for x in lines)
+    assert any(re.fullmatch(r"  sum  float32\[8, 8\]  \w+ at test_split\.py:\d+", x) for x in lines)
     assert "  result 2 rows" in lines
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:
-    from zerojax.xla import jaxprs
-
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     for rows in (1, 2, 4):
         program = divided(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,18 +99,6 @@ def rows_together(batch: PyTree) -> PyTree:
     )
 
 
-class _Divided(NamedTuple):
-    """A step divided into micro-batches.
-
-    Attributes:
-      split: The programs of the step.
-      analysis: The analysis of the step.
-    """
-
-    split: Split
-    analysis: Analysis
-
-
 class MicroBatches:
     """A traced step that runs micro-batch by micro-batch with the numbers of the global batch.
 
@@ -170,23 +158,18 @@ class MicroBatches:
             self.lanes: Lanes | None = None if divided is None else lanes
             # Without lanes each micro-batch's gradients are reduced; quantization needs shards.
             self._sharded |= divided is None and inserter.sent.gradients is not None
-            self._divided = divided or self._divide(symbolic, rows)
+            self._split, analysis = divided or self._divide(symbolic, rows)
         except UnevenError as e:
             raise ValueError(
                 f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
                 f"depends on the number of rows that it is given ({e}{e.contrast}). "
                 f"{e.remedy or _REMEDY}"
             ) from e
-        warn_of_differences(roles.name, self._divided.analysis, k)
-
-    @property
-    def split(self) -> Split:
-        """The programs of the step."""
-        return self._divided.split
+        warn_of_differences(roles.name, analysis, k)
 
     def _divide_into(
         self, lanes: Lanes, symbolic: Symbolic, flat: Flat, rows: int
-    ) -> _Divided | None:
+    ) -> tuple[Split, Analysis] | None:
         """Divides the step into each lane's micro-batches; returns None if lanes would change the
         numbers, or be slower."""
         axis = self._inserter.axis
@@ -197,10 +180,10 @@ class MicroBatches:
             divided = self._divide(symbolic, rows // lanes.number)
         except (UnevenError, ValueError):
             return None
-        return divided if _suits_lanes(divided, lanes) else None
+        return divided if _suits_lanes(*divided, lanes) else None
 
-    def _divide(self, symbolic: Symbolic, rows: int) -> _Divided:
-        """Divides the step into micro-batches of some rows."""
+    def _divide(self, symbolic: Symbolic, rows: int) -> tuple[Split, Analysis]:
+        """Returns the programs for micro-batches of some rows, and the step's analysis."""
         roles, flat = self._roles, symbolic.flat
         analysis, choices = analyse(symbolic, roles.kinds(flat), rows, roles.rest)
         carry = carried(flat, analysis, roles.rest)
@@ -210,10 +193,7 @@ class MicroBatches:
         wants, axis = self._wants, self._inserter.axis
         if not self._sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
-        return _Divided(
-            split(symbolic, analysis, rows, choices.first, stacked, carry, wants),
-            analysis,
-        )
+        return split(symbolic, analysis, rows, choices.first, stacked, carry, wants), analysis
 
     def __call__(
         self, args: Sequence[Any], replace: Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -228,7 +208,7 @@ class MicroBatches:
         Returns:
           The step's results.
         """
-        split, inserter, k = self.split, self._inserter, self._k
+        split, inserter, k = self._split, self._inserter, self._k
         micro_inserter = inserter if self._sharded else inserter.deferring_reductions()
         micro_inserter = (
             micro_inserter if self.lanes is None else micro_inserter.on_lanes(self.lanes.axes)
@@ -361,9 +341,8 @@ class MicroBatches:
         return total.astype(totals.dtype)
 
 
-def _suits_lanes(divided: _Divided, lanes: Lanes) -> bool:
+def _suits_lanes(split: Split, analysis: Analysis, lanes: Lanes) -> bool:
     """Returns whether lanes compute a step's numbers, as fast as without."""
-    split, analysis = divided.split, divided.analysis
     # Noise in the batch's shape would be the same on all lanes, statistics would be of each lane's
     # own rows, and state that the batch changes would differ from lane to lane.
     differs = analysis.drawn or analysis.owners or split.carry or split.n_last

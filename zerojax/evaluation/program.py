@@ -284,12 +284,11 @@ class EvaluationProgram:
           Undivided: The function cannot be divided.
         """
         rows = Rows.of(division.rows, division.part)
-        _, other = rows.traced
         try:
-            part = self._traced(like(batch, other), arrays, static)
+            part = self._traced(like(batch, rows.traced[1]), arrays, static)
         except Exception as error:
             raise Undivided(
-                f"on {other} rows it fails ({type(error).__name__}); an array with a row "
+                f"on {rows.traced[1]} rows it fails ({type(error).__name__}); an array with a row "
                 "for each of the batch belongs into the batch, see batch_argnums"
             ) from error
         by_rows = ByRows(full, part, rows, padded=division.padded != division.rows)

@@ -151,8 +151,9 @@ class Parts:
           Undivided: Rows are reduced within a loop or a call, where they cannot be masked.
         """
         numbers = (self._analysis.kind(x.variable) for x in self._split.crossing)
-        keys = [key for x in numbers if x.node is not None for key in x.node.roots()]
-        return {key: self._mask(self._analysis.reductions[key]) for key in keys}
+        keys = {key for x in numbers if x.node is not None for key in x.node.roots()}
+        found = self._analysis.reductions.items()
+        return {key: self._mask(reduction) for key, reduction in found if key in keys}
 
     def _mask(self, reduction: Reduction) -> Mask:
         eqn, *inside = reduction.place

@@ -15,7 +15,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import flatten
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.accumulation.resolve import analyse
-from zerojax.accumulation.symbolic import Rows, UnevenError
+from zerojax.accumulation.symbolic import TracedRows, UnevenError
 from zerojax.accumulation.traces import symbolic_program
 
 B, K = 24, 3
@@ -36,7 +36,7 @@ def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[
         flatten(jax.make_jaxpr(function)(W, batch(rows)), [0], [1, 2, 3]) for rows in (B, B // K)
     )
     given = [FIXED.but(learned=True), *[RowKind("rows", dim=0, outer=1)] * 3]
-    symbolic = symbolic_program(one, two, Rows(B, B // K))
+    symbolic = symbolic_program(one, two, TracedRows(B, B // K))
     found, _ = analyse(symbolic, given, B // K, rest)
     return found, [found.kind(v) for v in symbolic.flat.outvars]
 

@@ -11,7 +11,7 @@ from zerojax.accumulation.flat import flatten
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.split import ByPart, Split, split
-from zerojax.accumulation.symbolic import Rows
+from zerojax.accumulation.symbolic import TracedRows
 from zerojax.accumulation.traces import symbolic_program
 from zerojax.xla import jaxprs
 
@@ -26,7 +26,7 @@ def step(w: jax.Array, x: jax.Array) -> Any:
 
 def divided(rows: int) -> Split:
     one, two = (flatten(jax.make_jaxpr(step)(W, jnp.ones((n, 8))), [0], [1]) for n in (8, 4))
-    symbolic = symbolic_program(one, two, Rows(8, 4))
+    symbolic = symbolic_program(one, two, TracedRows(8, 4))
     given = [FIXED.but(learned=True), RowKind("rows", dim=0, outer=1)]
     analysis, choices = analyse(symbolic, given, rows, [])
     by_part = [ByPart(2, analysis.kind(symbolic.flat.outvars[2]))]

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 from zerojax.accumulation.flat import Flat, flatten
-from zerojax.accumulation.instances import on_all, on_some
-from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError, growing
+from zerojax.accumulation.instances import global_instance, instance
+from zerojax.accumulation.symbolic import Symbolic, TracedRows, UnevenError, growing
 from zerojax.accumulation.traces import symbolic_program
 from zerojax.xla import jaxprs
 
@@ -36,7 +36,7 @@ def traced(function: Callable[[jax.Array], Any], rows: int) -> Flat:
 
 
 def symbolic(function: Callable[[jax.Array], Any], one: int = 8, two: int = 4) -> Symbolic:
-    return symbolic_program(traced(function, one), traced(function, two), Rows(one, two))
+    return symbolic_program(traced(function, one), traced(function, two), TracedRows(one, two))
 
 
 def text(program: Flat) -> list[str]:
@@ -52,8 +52,8 @@ def text(program: Flat) -> list[str]:
 def test_instances_are_the_traces(name: str) -> None:
     program = symbolic(FUNCTIONS[name])
     own = {*program.numbers, *(v for eqn in program.flat.eqns for v in eqn.outvars)}
-    assert text(on_all(program, program.flat)) == text(traced(FUNCTIONS[name], 8))
-    on_few = on_some(program, program.flat, 4, frozenset(own))
+    assert text(global_instance(program, program.flat)) == text(traced(FUNCTIONS[name], 8))
+    on_few = instance(program, program.flat, 4, frozenset(own))
     if name != "numbers of rows in a loop":  # that of a loop is named by the analysis of the loop
         assert text(on_few) == text(traced(FUNCTIONS[name], 4))
 
@@ -68,19 +68,19 @@ def test_a_mean_over_some_rows_is_their_share() -> None:
     program = symbolic(lambda x: x.mean(0))
     x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     for rows in (1, 2, 4):  # of which one is traced
-        share = on_some(program, program.flat, rows, frozenset())
+        share = instance(program, program.flat, rows, frozenset())
         parts = [jaxprs.evaluate(share, [x[i : i + rows]])[0] for i in range(0, 8, rows)]
         np.testing.assert_allclose(sum(parts), x.mean(0))
-        own = on_some(program, program.flat, rows, frozenset(program.numbers))
+        own = instance(program, program.flat, rows, frozenset(program.numbers))
         np.testing.assert_allclose(jaxprs.evaluate(own, [x[:rows]])[0], x[:rows].mean(0))
 
 
 def test_a_number_that_is_not_known() -> None:
     program = symbolic(lambda x: x.sum(0) / (len(x) - 1) ** 2)
     with pytest.raises(UnevenError, match=r"div at test_symbolic\.py") as number:
-        on_some(program, program.flat, 2, frozenset(program.numbers))
+        instance(program, program.flat, 2, frozenset(program.numbers))
     assert "is 49 with 8 rows, and 9 with 4: not known for 2" in number.value.contrast
     halves = symbolic(lambda x: x.reshape(len(x) // 2, -1))
     with pytest.raises(UnevenError, match=r"reshape at test_symbolic\.py") as half:
-        on_some(halves, halves.flat, 1, frozenset())
+        instance(halves, halves.flat, 1, frozenset())
     assert half.value.contrast == " with 4 elements for 8 rows"

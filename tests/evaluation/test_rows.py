@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.accumulation.symbolic import Rows
-from zerojax.evaluation.rows import ByRows, Parts, TracedFunction
+from zerojax.accumulation.symbolic import TracedRows
+from zerojax.evaluation.rows import ByRows, PartPrograms, TracedFunction
 from zerojax.evaluation.undivided import Undivided
 
 WIDE = np.ones((5, 5), np.float32)
@@ -72,7 +72,7 @@ REDUCED: dict[str, Callable[[jax.Array], Any]] = {
 
 def divided(
     function: Callable[[jax.Array], Any], sizes: Sizes, padded: bool | None = None, **more: Any
-) -> tuple[Parts, Any]:
+) -> tuple[PartPrograms, Any]:
     """A function of rows of five, and its jaxpr."""
 
     def trace(rows: int) -> TracedFunction:
@@ -81,7 +81,7 @@ def divided(
 
     n, part = sizes
     padded = bool(n % part) if padded is None else padded
-    rows = Rows(n, max(part, 2))
+    rows = TracedRows(n, max(part, 2))
     full, other = map(trace, rows.traced)
     return ByRows(full, other, rows, padded=padded, **more)(part), full.closed
 

@@ -54,7 +54,7 @@ class Analysis(EquationAnalysis):
     Attributes:
       kinds: The kind of each variable of the step.
       own: What has the number of rows of the micro-batch, see
-        :func:`zerojax.accumulation.instances.on_some`.
+        :func:`zerojax.accumulation.instances.instance`.
     """
 
     def __init__(
@@ -108,8 +108,9 @@ class Analysis(EquationAnalysis):
     ) -> Kinds:
         """Interprets a program, and returns the kinds of its results."""
         for v in program.constvars:
-            shape = self.symbolic.global_shape(v)
-            env[v] = mixed(BRINGS, f"shape {shape}") if growing(v) else FIXED
+            env[v] = FIXED
+            if growing(v):
+                env[v] = mixed(BRINGS, f"shape {self.symbolic.global_shape(v)}")
         env.update(zip(program.invars, given, strict=True))
 
         for eqn in program.eqns:

@@ -10,34 +10,32 @@ from jax.extend import core
 
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.symbolic import (
+    Body,
     Both,
     NewVariable,
-    Parts,
     Symbolic,
     UnevenError,
-    Value,
-    are_same,
     flat_variable,
     growing,
     grows,
     is_symbolic,
-    mapped,
-    with_parts,
+    with_changed_body,
 )
 from zerojax.accumulation.traces import RULES
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, HasEquations
+from zerojax.xla.rewriter import are_same, map_params
+from zerojax.xla.types import Atom, Equation, HasEquations, Value
 
 _Read = Callable[[Atom], Atom]
 """Function from an atom of the symbolic program to that of the instance."""
 
 
-def on_all(symbolic: Symbolic, program: Flat) -> Flat:
+def global_instance(symbolic: Symbolic, program: Flat) -> Flat:
     """Returns a part of a symbolic program, on the global batch."""
     return _Instance(symbolic, symbolic.global_rows, frozenset()).flat(program)
 
 
-def on_some(symbolic: Symbolic, program: Flat, rows: int, own: frozenset[Atom]) -> Flat:
+def instance(symbolic: Symbolic, program: Flat, rows: int, own: frozenset[Atom]) -> Flat:
     """Returns a part of a symbolic program, on some rows of the global batch.
 
     A mean over rows divides by their number. With the number of the global batch instead, some rows
@@ -57,7 +55,7 @@ def on_some(symbolic: Symbolic, program: Flat, rows: int, own: frozenset[Atom]) 
 
 
 class _Instance:
-    """Puts numbers of rows into a symbolic program, see :func:`on_some`."""
+    """Puts numbers of rows into a symbolic program, see :func:`instance`."""
 
     def __init__(self, symbolic: Symbolic, rows: int, own: frozenset[Atom]) -> None:
         self._symbolic, self._rows, self._own = symbolic, rows, own
@@ -66,14 +64,14 @@ class _Instance:
 
     def flat(self, program: Flat) -> Flat:
         """Returns a program on these rows."""
-        parts = self._program(program, self._rows, flat_variable)
+        body = self._program(program, self._rows, flat_variable)
         consts = [
             b if np.shape(a) != np.shape(b) and self._rows == self._traced[1] else a
             for a, b in zip(*self._symbolic.consts, strict=True)
         ]
-        return Flat(**parts._asdict(), consts=consts if parts.constvars else [])
+        return Flat(**body._asdict(), consts=consts if body.constvars else [])
 
-    def _program(self, program: HasEquations, rows: int, new: NewVariable) -> Parts:
+    def _program(self, program: HasEquations, rows: int, new: NewVariable) -> Body:
         env: dict[Atom, Atom] = {}
 
         def variable(v: Atom) -> Atom:
@@ -93,8 +91,8 @@ class _Instance:
             try:
                 eqns.append(self._equation(eqn, rows, read, variable))
             except UnevenError as e:
-                raise e.at(eqn) from None
-        return Parts(constvars, invars, eqns, [*map(read, program.outvars)])
+                raise e.located(eqn) from None
+        return Body(constvars, invars, eqns, [*map(read, program.outvars)])
 
     def _equation(self, eqn: Equation, rows: int, read: _Read, variable: _Read) -> Equation:
         # Where nothing grows, only the number of rows of the global batch gives its numbers.
@@ -106,7 +104,7 @@ class _Instance:
         given = eqn.params
         if here not in self._traced:
             given = _on_few(eqn, ins)
-        params = mapped(given, lambda value: self._param(value, here))
+        params = map_params(given, lambda value: self._param(value, here))
         if of_all and params is not eqn.params:
             self._check_rule()
         self._rule = outer
@@ -127,7 +125,7 @@ class _Instance:
             if np.allclose(one.val * b**power, two.val * a**power):
                 value = np.asarray(one.val * (self._rows / a) ** power, one.aval.dtype)
                 return cast(Atom, core.Literal(value, one.aval))
-        raise UnevenError.differing(
+        raise UnevenError.with_contrast(
             f", whose number is {one.val:g} with {a} rows, and {two.val:g} with {b}: not known for "
             f"{self._rows}"
         )
@@ -140,29 +138,33 @@ class _Instance:
           UnevenError: Names the function.
         """
         if self._rule is not None and self._rows != self._symbolic.global_rows:
-            raise UnevenError().at(self._rule)
+            raise UnevenError().located(self._rule)
 
     def _param(self, value: Value, rows: int) -> Value:
         if jaxprs.is_jaxpr(value):
-            return with_parts(value, lambda body: self._program(body, rows, jaxprs.new_variable))
+            return with_changed_body(
+                value, lambda body: self._program(body, rows, jaxprs.new_variable)
+            )
         if isinstance(value, Both):
             if rows not in self._traced:
-                raise UnevenError.differing(f", traced for {self._traced} rows and not for {rows}")
+                raise UnevenError.with_contrast(
+                    f", traced for {self._traced} rows and not for {rows}"
+                )
             return (value.one, value.two)[self._traced.index(rows)]
         return self._symbolic.rows.at(value, rows) if is_symbolic(value) else value
 
 
 def _on_few(eqn: Equation, operands: Sequence[Atom]) -> dict[str, Value]:
-    """Returns the parameters of an equation on rows of neither trace, as far as those of the second
-    are the same. A ``shard_map`` has the rows of one device there. A function with derivatives of
-    its own has them as functions, which fail on other shapes than those they need.
+    """Returns the parameters of an equation on rows of neither trace, as far as the second trace
+    has them. Its ``shard_map`` runs on the rows of one device. Functions with derivatives of their
+    own keep the rules of the second trace, which JAX refuses on shapes that they do not fit.
 
     Raises:
       UnevenError: The function of a ``shard_map`` is traced on other shapes.
     """
     if eqn.primitive.name != "shard_map" and eqn.primitive not in RULES:
         return eqn.params
-    params = mapped(eqn.params, lambda x: x.two if isinstance(x, Both) else x)
+    params = map_params(eqn.params, lambda x: x.two if isinstance(x, Both) else x)
     if eqn.primitive.name == "shard_map":
         traced = [v.aval.shape for v in jaxprs.open_jaxpr(params["jaxpr"])[0].invars]
         if traced != [v.aval.shape for v in operands]:

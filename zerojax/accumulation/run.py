@@ -13,7 +13,7 @@ from jax import lax
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import UNDIVIDED
 from zerojax.accumulation.flat import Flat, flatten
-from zerojax.accumulation.instances import on_all
+from zerojax.accumulation.instances import global_instance
 from zerojax.accumulation.lanes import Lanes, rows_of_all
 from zerojax.accumulation.lines import raised_at
 from zerojax.accumulation.reductions import REDUCTIONS
@@ -26,7 +26,7 @@ from zerojax.accumulation.roles import (
     warn_of_differences,
 )
 from zerojax.accumulation.split import Crossing, Split, split
-from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
+from zerojax.accumulation.symbolic import Symbolic, TracedRows, UnevenError
 from zerojax.accumulation.traces import symbolic_program
 from zerojax.collectives import Inserter, Shard, wanted
 from zerojax.collectives.decisions import AFTER_LOOP
@@ -53,7 +53,7 @@ def accumulator(
 
 
 def symbolic_step(
-    trace: Trace, closed: AnyJaxpr, batch: PyTree, roles: Roles, rows: Rows
+    trace: Trace, closed: AnyJaxpr, batch: PyTree, roles: Roles, rows: TracedRows
 ) -> Symbolic:
     """Returns a step on symbolic rows.
 
@@ -148,9 +148,9 @@ class MicroBatches:
         ((_, rows),) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
         try:
             symbolic = symbolic_step(
-                trace, global_jaxpr, rows_together(batch), roles, Rows.of(k * rows, rows)
+                trace, global_jaxpr, rows_together(batch), roles, TracedRows.of(k * rows, rows)
             )
-            flat = on_all(symbolic, symbolic.flat)
+            flat = global_instance(symbolic, symbolic.flat)
             self._want = [*want] or [None] * len(flat.outvars)
             self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
             self._sharded = sharded

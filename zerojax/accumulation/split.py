@@ -12,7 +12,7 @@ from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.instances import on_all, on_some
+from zerojax.accumulation.instances import global_instance, instance
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.symbolic import Symbolic
@@ -163,14 +163,14 @@ def split(
         outvars=[flat.outvars[i] for i in done],
     )
     return Split(
-        first=on_all(symbolic, _pruned(flat, [], early)),
-        micro=on_some(
+        first=global_instance(symbolic, _pruned(flat, [], early)),
+        micro=instance(
             symbolic,
             _pruned(flat, early, outs, keep=effects - chosen.eqns.keys()),
             rows,
             frozenset(analysis.own),
         ),
-        once=on_all(symbolic, once),
+        once=global_instance(symbolic, once),
         crossing=crossing,
         n_last=len(last),
         stacked=tuple(stacked),

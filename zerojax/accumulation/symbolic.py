@@ -9,8 +9,7 @@ number of layers. :mod:`zerojax.accumulation.traces` makes such programs, and
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -20,13 +19,11 @@ import jax
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+from zerojax.xla.rewriter import are_same
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, Value
 
 Size: TypeAlias = Any
 """The size of a dimension: an int, or a symbolic dimension of ``jax.export``."""
-
-Value: TypeAlias = Any
-"""A parameter of an equation, the value of a literal, or an array that a program closes over."""
 
 NewVariable = Callable[[Any, Sequence[Size]], Any]
 """Function from the abstract value of a variable, and a shape, to a variable of that shape."""
@@ -46,19 +43,19 @@ class UnevenError(Exception):
     remedy: str | None = None
 
     @classmethod
-    def differing(cls, contrast: str) -> UnevenError:
-        """Returns the error for an equation that :meth:`at` names."""
+    def with_contrast(cls, contrast: str) -> UnevenError:
+        """Returns the error for an equation that :meth:`located` names."""
         error = cls()
         error.contrast = contrast
         return error
 
-    def at(self, eqn: Equation) -> UnevenError:
+    def located(self, eqn: Equation) -> UnevenError:
         """Returns the error, which names an equation if it names none yet."""
         self.args = (str(self) or where(eqn),)
         return self
 
 
-class Rows:
+class TracedRows:
     """Two numbers of rows that a program is traced on, and the sizes of dimensions of both traces.
 
     Args:
@@ -68,7 +65,7 @@ class Rows:
       traced: Both numbers.
 
     Example:
-      >>> rows = Rows(32, 8)
+      >>> rows = TracedRows(32, 8)
       >>> rows.size(96, 24), rows.size(64, 64)
       (24*b, 64)
       >>> rows.at(rows.size(96, 24), 2), rows.per_row(rows.size(96, 24))
@@ -86,7 +83,7 @@ class Rows:
         self._known: dict[Size, tuple[int, int]] = {}
 
     @classmethod
-    def of(cls, full: int, part: int) -> Rows:
+    def of(cls, full: int, part: int) -> TracedRows:
         """Returns the rows to trace a batch of ``full`` rows with, and parts of it; not a single
         row, because jax traces another program where a dimension has one element."""
         return cls(full, next(n for n in (part, 2, 3) if n > 1 and n != full))
@@ -126,7 +123,7 @@ class Rows:
             return (one, two)[self.traced.index(rows)]
         exact = Fraction(one * rows, self.traced[0])
         if exact.denominator != 1 or not self._is_proportional(one, two):
-            raise UnevenError.differing(f" with {one} elements for {self.traced[0]} rows")
+            raise UnevenError.with_contrast(f" with {one} elements for {self.traced[0]} rows")
         return exact.numerator
 
     def shape(self, atom: Atom, rows: int) -> tuple[int, ...]:
@@ -180,7 +177,7 @@ class Symbolic:
     """
 
     flat: Flat
-    rows: Rows
+    rows: TracedRows
     numbers: Mapping[Atom, tuple[Value, Value]]
     consts: tuple[Sequence[Value], Sequence[Value]]
 
@@ -194,8 +191,8 @@ class Symbolic:
         return self.rows.shape(atom, self.global_rows)
 
 
-class Parts(NamedTuple):
-    """The parts of a program, as in a jaxpr."""
+class Body(NamedTuple):
+    """The contents of an open jaxpr, or of a flat program."""
 
     constvars: list[Atom]
     invars: list[Atom]
@@ -208,30 +205,10 @@ def flat_variable(aval: Any, shape: Sequence[Size]) -> Variable:
     return Variable(aval.update(shape=tuple(shape)))
 
 
-def with_parts(jaxpr: AnyJaxpr, change: Callable[[Jaxpr], Parts]) -> AnyJaxpr:
-    """Returns a jaxpr with other parts; the same object if nothing changes."""
-    body, _ = jaxprs.open_jaxpr(jaxpr)
-    parts = change(body)._asdict()
-    if all(are_same(new, getattr(body, name)) for name, new in parts.items()):
+def with_changed_body(jaxpr: AnyJaxpr, change: Callable[[Jaxpr], Body]) -> AnyJaxpr:
+    """Returns a jaxpr with another body; the same object if nothing changes."""
+    old, _ = jaxprs.open_jaxpr(jaxpr)
+    new = change(old)._asdict()
+    if all(are_same(x, getattr(old, name)) for name, x in new.items()):
         return jaxpr
-    return cast(AnyJaxpr, jaxprs.with_body(jaxpr, body.replace(**parts)))
-
-
-def mapped(value: Value, change: Callable[..., Value], *others: Value) -> Value:
-    """Applies a function to parameters of an equation, or to the entries of tuples, and to those of
-    ``others``; returns the same object if nothing changes."""
-    if isinstance(value, dict):
-        new = {key: mapped(x, change, *(o.get(key) for o in others)) for key, x in value.items()}
-        return value if are_same(new.values(), value.values()) else new
-    alike = (type(o) is type(value) and len(o) == len(value) for o in others)
-    if isinstance(value, tuple) and all(alike):
-        entries = [mapped(x, change, *rest) for x, *rest in zip(value, *others, strict=True)]
-        if are_same(entries, value):
-            return value
-        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
-    return change(value, *others)
-
-
-def are_same(one: Iterable[object], two: Iterable[object]) -> bool:
-    """Returns whether two sequences hold the same objects."""
-    return all(map(operator.is_, one, two))
+    return cast(AnyJaxpr, jaxprs.with_body(jaxpr, old.replace(**new)))

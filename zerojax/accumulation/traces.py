@@ -18,25 +18,23 @@ from jax.extend.core import primitives as prims
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.symbolic import (
+    Body,
     Both,
     NewVariable,
-    Parts,
-    Rows,
     Size,
     Symbolic,
+    TracedRows,
     UnevenError,
-    Value,
-    are_same,
     flat_variable,
     growing,
     grows,
     is_symbolic,
-    mapped,
-    with_parts,
+    with_changed_body,
 )
 from zerojax.graph.primitives import KERNELS
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, HasEquations
+from zerojax.xla.rewriter import are_same, map_params
+from zerojax.xla.types import Atom, Equation, HasEquations, Value
 
 RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p
 """Calls of functions with derivatives of their own."""
@@ -47,7 +45,7 @@ _Atoms = Callable[[Atom, Atom], Atom]
 """Function from atoms of both traces to that of the symbolic program."""
 
 
-def symbolic_program(one: Flat, two: Flat, rows: Rows) -> Symbolic:
+def symbolic_program(one: Flat, two: Flat, rows: TracedRows) -> Symbolic:
     """Returns the program that two traces have in common.
 
     Args:
@@ -58,8 +56,8 @@ def symbolic_program(one: Flat, two: Flat, rows: Rows) -> Symbolic:
       UnevenError: The traces differ in more than numbers.
     """
     common = _Common(rows)
-    parts = common.program(one, two, flat_variable)
-    flat = Flat(**parts._asdict(), consts=one.consts, bound=one.bound)
+    body = common.program(one, two, flat_variable)
+    flat = Flat(**body._asdict(), consts=one.consts, bound=one.bound)
     return Symbolic(flat, rows, common.numbers, (one.consts, two.consts))
 
 
@@ -70,12 +68,12 @@ class _Common:
       numbers: See :class:`Symbolic`.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: TracedRows) -> None:
         self._rows = rows
         self.numbers: dict[Atom, tuple[Value, Value]] = {}
 
-    def program(self, one: HasEquations, two: HasEquations, new: NewVariable) -> Parts:
-        """Returns the parts of the program."""
+    def program(self, one: HasEquations, two: HasEquations, new: NewVariable) -> Body:
+        """Returns the body of the program."""
         env: dict[Atom, tuple[Atom, Atom]] = {}  # by variable of the first, and that of the second
 
         def variable(a: Atom, b: Atom, *, fresh: bool = False) -> Atom:
@@ -102,12 +100,12 @@ class _Common:
             try:
                 eqns.append(self._equation(a, b, read, variable))
             except UnevenError as e:
-                raise e.at(a or b) from None
+                raise e.located(a or b) from None
         try:
             outvars = [*map(read, one.outvars, two.outvars)]
         except UnevenError as e:
             raise UnevenError("it returns other values") from e
-        return Parts(constvars, invars, eqns, outvars)
+        return Body(constvars, invars, eqns, outvars)
 
     def _equation(
         self, a: Equation | None, b: Equation | None, read: _Atoms, variable: Callable[..., Atom]
@@ -119,7 +117,9 @@ class _Common:
             raise self._uneven("", where(b))
         if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             raise UnevenError
-        params = mapped(a.params, _either if a.primitive.name in KERNELS else self._param, b.params)
+        params = map_params(
+            a.params, _either if a.primitive.name in KERNELS else self._param, b.params
+        )
         if a.primitive in RULES:
             kept = [key for key, x in params.items() if not jaxprs.is_jaxpr(x)]
             params = params | {key: _either(a.params[key], b.params[key]) for key in kept}
@@ -145,7 +145,7 @@ class _Common:
     def _uneven(self, one: str, two: str) -> UnevenError:
         """Returns an error that says how the traces differ."""
         n, m = self._rows.traced
-        return UnevenError.differing(f"{one} with {n} rows, and {two} with {m}")
+        return UnevenError.with_contrast(f"{one} with {n} rows, and {two} with {m}")
 
     def _check_numbers(self, eqn: Equation, other: Equation) -> None:
         """Refuses an equation on rows whose parameters hold other numbers than sizes of dimensions
@@ -161,7 +161,7 @@ class _Common:
             else:
                 bad = name not in _GROUPS and _has_number(value)
             if bad:
-                of_first = mapped(value, lambda x: self._rows.at(x, self._rows.traced[0]))
+                of_first = map_params(value, lambda x: self._rows.at(x, self._rows.traced[0]))
                 raise self._uneven(f", whose {name} is {of_first}", f"{other.params[name]}")
 
     def _literal(self, one: Value, two: Value) -> Atom:
@@ -175,7 +175,9 @@ class _Common:
     def _param(self, one: Value, two: Value) -> Value:
         if jaxprs.is_jaxpr(one) and jaxprs.is_jaxpr(two):
             other = jaxprs.open_jaxpr(two)[0]
-            return with_parts(one, lambda body: self.program(body, other, jaxprs.new_variable))
+            return with_changed_body(
+                one, lambda body: self.program(body, other, jaxprs.new_variable)
+            )
         if isinstance(one, float) and _differ(one, two):
             return Both(one, two)
         sizes = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (one, two))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
-from zerojax.accumulation.symbolic import Rows
+from zerojax.accumulation.symbolic import TracedRows
 from zerojax.collectives import Inserter, kept
 from zerojax.collectives.gathering import Thresholds
 from zerojax.collectives.host import Fetchable
@@ -216,13 +216,10 @@ class EvaluationProgram:
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         graph = graph_of(jaxpr)
         used = tuple(graph.times_used(v) > 0 for v in jaxpr.invars[: len(self._leaves)])
-        filled: Division | None = None
-        if rows is not None and blocks > 1:
-            filled = Division.of(rows, None, self._placer.world, blocks)
-        division = None
+        filled = division = by_rows = None
         if rows is not None:
+            filled = Division.of(rows, None, self._placer.world, blocks) if blocks > 1 else None
             division = Division.of(rows, self._micro, self._placer.world, blocks)
-        by_rows = None
         if division is not None:
             try:
                 by_rows = self._by_rows(traced, batch, arrays, static, division)
@@ -283,7 +280,7 @@ class EvaluationProgram:
         Raises:
           Undivided: The function cannot be divided.
         """
-        rows = Rows.of(division.rows, division.part)
+        rows = TracedRows.of(division.rows, division.part)
         try:
             part = self._traced(like(batch, rows.traced[1]), arrays, static)
         except Exception as error:
@@ -383,8 +380,7 @@ class EvaluationProgram:
         others = [*[None if x.ndim else x for x in leaves], *arrays]
         closed, results = self._jaxpr(parts.finish, others, totals, outs)
         given = [*state, *jax.tree.leaves((others, totals, outs))]
-        outs = jax.tree.unflatten(results, self._run_on(closed, given))
-        return outs
+        return [*jax.tree.unflatten(results, self._run_on(closed, given))]
 
     def _jaxpr(
         self, function: Callable[..., PyTree], others: list[Any], *more: PyTree

@@ -24,10 +24,11 @@ from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.accumulation.split import ByPart, split
-from zerojax.accumulation.symbolic import Rows, Symbolic, UnevenError
+from zerojax.accumulation.symbolic import Symbolic, TracedRows, UnevenError
 from zerojax.accumulation.traces import RULES, symbolic_program
 from zerojax.evaluation.masks import Mask
 from zerojax.evaluation.undivided import RUNS_OVER, TOGETHER, Undivided
+from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation
@@ -69,7 +70,7 @@ class ByRows:
         self,
         full: TracedFunction,
         other: TracedFunction,
-        rows: Rows,
+        rows: TracedRows,
         *,
         padded: bool,
         differentiated: bool = False,
@@ -90,19 +91,20 @@ class ByRows:
         except UnevenError as e:
             raise Undivided.uneven(e) from e
 
-    def __call__(self, rows: int) -> Parts:
+    @cached_by_jaxpr
+    def __call__(self, rows: int) -> PartPrograms:
         """Returns the function's programs for parts of some rows.
 
         Raises:
           Undivided: The function cannot be divided.
         """
         try:
-            return Parts(self._symbolic, self._given, rows, self._padded, self._noise)
+            return PartPrograms(self._symbolic, self._given, rows, self._padded, self._noise)
         except UnevenError as e:
             raise Undivided.uneven(e) from e
 
 
-class Parts:
+class PartPrograms:
     """The programs of a divided function for parts of some rows.
 
     Args:
@@ -134,7 +136,7 @@ class Parts:
         """Returns the kind of a result.
 
         Raises:
-          Undivided: Parts cannot compute the result.
+          Undivided: PartPrograms cannot compute the result.
         """
         kind = self._analysis.kind(v)
         if kind.problem is not None:

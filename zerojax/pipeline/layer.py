@@ -40,13 +40,13 @@ class Rows(NamedTuple):
     Attributes:
       first: The first of these rows in the batch, int [].
       number: Their number.
-      of: The number of rows of the batch.
+      total: The number of rows of the batch.
       axes: The axes of the mesh over which the batch is sharded.
     """
 
     first: jax.Array
     number: int
-    of: int
+    total: int
     axes: Collection[str]
 
 
@@ -185,7 +185,7 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
         jnp.arange(n, dtype=jnp.uint32) for n in (math.prod(shape[:dim]), shape[dim], inner)
     )
     row += rows.first.astype(jnp.uint32) * np.uint32(each)
-    high, low = _product(outer[:, None] * np.uint32(each * rows.of) + row, inner)
+    high, low = _product(outer[:, None] * np.uint32(each * rows.total) + row, inner)
     position = low[..., None] + rest
     high = high[..., None] + (position < rest).astype(jnp.uint32)
     one, two = jax.random.key_data(key)

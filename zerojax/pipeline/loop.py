@@ -31,7 +31,7 @@ class LayerLoop(NamedTuple):
 
     Attributes:
       equation: The scan, with the numbers of the global batch, see
-        :func:`zerojax.accumulation.instances.on_some`.
+        :func:`zerojax.accumulation.instances.instance`.
       operands, results: The kinds of its operands and results.
       dtypes: The dtype in which each result that is a sum is added up.
       symbolic: The scan on symbolic rows.

@@ -21,12 +21,12 @@ from jax.extend.core import primitives as prims
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import MIXES, Choices
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.instances import on_all, on_some
+from zerojax.accumulation.instances import global_instance, instance
 from zerojax.accumulation.kinds import FIXED, RowKind, mixed
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.roles import Roles
 from zerojax.accumulation.run import Trace, accumulator, symbolic_step
-from zerojax.accumulation.symbolic import Rows, UnevenError, growing
+from zerojax.accumulation.symbolic import TracedRows, UnevenError, growing
 from zerojax.collectives.gathering import plain
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
@@ -74,7 +74,7 @@ class Pipeline:
         self._same: dict[int, Flat] = {}  # by operand of a loop
         # Functions of all devices are traced on as many rows for each as a stage runs.
         each = self._rows * schedule.stages * schedule.row_devices
-        rows = Rows(n, each if each != n else 2 * each)
+        rows = TracedRows(n, each if each != n else 2 * each)
         try:
             self._symbolic = symbolic_step(trace, closed, batch, roles, rows)
             self._flat = self._symbolic.flat
@@ -145,7 +145,7 @@ class Pipeline:
         results = [analysis.kind(v).added for v in eqn.outvars]
         for kind in results:
             self._check(kind, eqn)
-        (micro,) = on_some(alone, alone.flat, self._rows, frozenset(analysis.own)).eqns
+        (micro,) = instance(alone, alone.flat, self._rows, frozenset(analysis.own)).eqns
         dtypes = [
             accumulator(v.aval.dtype, self._dtype if i >= n else None)
             if kind.reduced and jnp.issubdtype(v.aval.dtype, jnp.inexact)
@@ -180,7 +180,7 @@ class Pipeline:
         flat = dataclasses.replace(
             self._flat, invars=[*program.ends], eqns=[*program.equations], outvars=[v], constvars=[]
         )
-        return on_some(self._symbolic, flat, self._rows, frozenset())
+        return instance(self._symbolic, flat, self._rows, frozenset())
 
     def _check(self, kind: RowKind, eqn: Equation) -> None:
         if kind.problem is not None:
@@ -201,7 +201,7 @@ class Pipeline:
     def traced(self) -> tuple[Jaxpr, tuple[Any, ...]]:
         """Returns the open jaxpr of the step, which has the same arguments, and its constants:
         those of the step that are shards are the same shards."""
-        flat = on_all(self._symbolic, self._flat)
+        flat = global_instance(self._symbolic, self._flat)
         arrays = [plain(x) for x in flat.consts]
         shapes = [jaxprs.like(v.aval) for v in flat.invars]
         closed = jax.make_jaxpr(functools.partial(self._run, flat, *arrays))(*shapes)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.accumulation.symbolic import Rows
+from zerojax.accumulation.symbolic import TracedRows
 from zerojax.evaluation.rows import ByRows, TracedFunction
 from zerojax.evaluation.undivided import Undivided
 from zerojax.trace.gradients import weighted_mean
@@ -122,7 +122,7 @@ def _by_rows(
         outputs, changed = function(*args, batch)
         return mean_loss(outputs), changed
 
-    rows = Rows.of(full_rows, batch_rows)
+    rows = TracedRows.of(full_rows, batch_rows)
     batch_leaves, arg_leaves = jax.tree.leaves(batch), jax.tree.leaves(args)
     is_batch = [*[False] * len(arg_leaves), *[True] * len(batch_leaves)]
 

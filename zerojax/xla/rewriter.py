@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,27 @@ import jax
 from jax.extend import core
 
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr
+from zerojax.xla.types import Atom, Equation, Jaxpr, Value
+
+
+def map_params(value: Value, change: Callable[..., Value], *others: Value) -> Value:
+    """Applies a function to parameters of an equation, or to the entries of tuples, and to those of
+    ``others``; returns the same object if nothing changes."""
+    if isinstance(value, dict):
+        new = {k: map_params(x, change, *(o.get(k) for o in others)) for k, x in value.items()}
+        return value if are_same(new.values(), value.values()) else new
+    alike = (type(o) is type(value) and len(o) == len(value) for o in others)
+    if isinstance(value, tuple) and all(alike):
+        entries = [map_params(x, change, *rest) for x, *rest in zip(value, *others, strict=True)]
+        if are_same(entries, value):
+            return value
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    return change(value, *others)
+
+
+def are_same(one: Iterable[object], two: Iterable[object]) -> bool:
+    """Returns whether two sequences hold the same objects."""
+    return all(map(operator.is_, one, two))
 
 
 class Rewriter(abc.ABC):
@@ -34,16 +55,9 @@ class Rewriter(abc.ABC):
 
     def inside(self, eqn: Equation, names: Iterable[str]) -> Equation:
         """Rewrites the jaxprs in these parameters of an equation."""
-        params = {name: self._value(jaxprs.param(eqn, name)) for name in names}
-        is_new = any(new is not eqn.params[name] for name, new in params.items())
-        return eqn.replace(params=eqn.params | params) if is_new else eqn
-
-    def _value(self, value: object) -> object:
-        if isinstance(value, tuple):
-            new = tuple(map(self._value, value))
-            is_new = any(a is not b for a, b in zip(new, value, strict=True))
-            return new if is_new else value
-        return self(value) if jaxprs.is_jaxpr(value) else value
+        params = {name: jaxprs.param(eqn, name) for name in names}
+        new = map_params(params, lambda value: self(value) if jaxprs.is_jaxpr(value) else value)
+        return eqn if new is params else eqn.replace(params=eqn.params | new)
 
 
 class Computation(NamedTuple):

@@ -19,6 +19,9 @@ from jax.extend.source_info_util import SourceInfo
 PyTree: TypeAlias = Any
 """A pytree of any structure: the state, its parameters, a batch. Its type is known to the user."""
 
+Value: TypeAlias = Any
+"""A parameter of an equation, a literal, or an array that a program closes over."""
+
 MaybeNone: TypeAlias = Any
 """None, in a result that is not None for most callers: ``X | MaybeNone`` asks for no check."""
 

@@ -15,6 +15,7 @@ import zerojax
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.ahead import LEAST
 from zerojax.devices.mesh import zero_axis
+from zerojax.graph.rows import RowDimensions
 from zerojax.xla import jaxprs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -71,7 +72,7 @@ OTHERS = [("one axis", True), ("replica groups", False), ("replica groups", True
 
 
 def inserted(
-    loss: Callable[..., Any], rows: int | None = ROWS, mesh: str = "one axis", keep: bool = False
+    loss: Callable[..., Any], rows: int | None = 0, mesh: str = "one axis", keep: bool = False
 ) -> Callable[..., Any]:
     axis = zero_axis(MESHES[mesh])
     inserter = Inserter(MESHES[mesh], axis, keep=keep)
@@ -80,7 +81,8 @@ def inserted(
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
         spec = (None, axis, None)[: ws.ndim]
         shard = Shard(inserter.constrain(ws, spec), spec)
-        return tuple(inserter(closed, [shard, x], want=(None, spec), rows=rows))
+        row_dims = RowDimensions.of_program(closed, [None, rows])
+        return tuple(inserter(closed, [shard, x], want=(None, spec), rows=row_dims))
 
     return run
 

@@ -15,6 +15,7 @@ from jax import lax
 
 import zerojax
 from zerojax.collectives import convolutions
+from zerojax.graph.rows import RowDimensions, whole
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -104,19 +105,23 @@ def convolution(lhs: tuple[int, ...], rhs: tuple[int, ...], **groups: int) -> An
 
 
 @pytest.mark.parametrize(
-    ("eqn", "rows", "is_one"),
+    ("eqn", "dims", "is_one"),
     [
-        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), 16, True),
-        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), None, True),
-        (convolution((1, 4, 4, 48), (3, 3, 2, 48), feature_group_count=24), 16, True),
-        (convolution((1, 4, 4, 24), (3, 3, 2, 24), feature_group_count=12), 16, False),
+        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (3, None), True),
+        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (None, 3), True),
+        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (None, None), False),
+        (convolution((1, 4, 4, 24), (3, 3, 2, 24), feature_group_count=12), (3, None), False),
         # Depthwise on rows, and its gradient.
-        (convolution((16, 4, 4, 32), (3, 3, 1, 32), feature_group_count=32), 16, False),
-        (convolution((32, 4, 4, 16), (4, 4, 16, 32), batch_group_count=32), 16, False),
-        (convolution((16, 4, 4, 8), (3, 3, 8, 8)), 16, False),
+        (convolution((16, 4, 4, 32), (3, 3, 1, 32), feature_group_count=32), (0, None), False),
+        (convolution((32, 4, 4, 16), (4, 4, 16, 32), batch_group_count=32), (3, 2), False),
+        (convolution((16, 4, 4, 8), (3, 3, 8, 8)), (0, None), False),
     ],
 )
-def test_which_have_rows_for_groups(eqn: Any, rows: int | None, is_one: bool) -> None:
+def test_which_have_rows_for_groups(
+    eqn: Any, dims: tuple[int | None, int | None], is_one: bool
+) -> None:
+    along = zip(eqn.invars, dims, strict=True)
+    rows = RowDimensions({v: whole(v.aval.shape, [] if d is None else [d]) for v, d in along})
     found = convolutions.has_rows_for_groups(eqn, rows, 8)
     assert found == is_one
     assert not convolutions.has_rows_for_groups(eqn, rows, 1)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 import zerojax
 from zerojax.collectives import gradients
+from zerojax.graph.rows import RowDimensions, whole
 from zerojax.xla import jaxprs
 
 TABLE = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
@@ -46,8 +47,9 @@ def scattered(lookup: Callable[[Any], Any]) -> tuple[Any, list[jax.Array], jax.A
 )
 def test_the_parts_of_the_groups_add_up(lookup: Callable[[Any], Any]) -> None:
     eqn, values, want = scattered(lookup)
-    assert gradients.can_split(eqn, 4)
-    assert not gradients.can_split(eqn, 3)  # of 8 rows
+    rows = RowDimensions({eqn.invars[1]: whole(eqn.invars[1].aval.shape, [0])})
+    assert gradients.can_split(eqn, rows, 4)
+    assert not gradients.can_split(eqn, rows, 3)  # of 8 rows
     parts = gradients.by_group(eqn, values, 4)
     assert parts.shape == (4, *want.shape)
     np.testing.assert_allclose(values[0] + parts.sum(0), want, rtol=1e-6)
@@ -55,7 +57,7 @@ def test_the_parts_of_the_groups_add_up(lookup: Callable[[Any], Any]) -> None:
 
 def test_a_lookup_without_rows_is_left_alone() -> None:
     eqn, _, _ = scattered(lambda table: table[np.arange(8)])
-    assert not gradients.can_split(eqn, 2)
+    assert not gradients.can_split(eqn, RowDimensions(), 2)
 
 
 def without_first(grads: Any) -> Any:

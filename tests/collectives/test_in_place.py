@@ -17,6 +17,7 @@ import zerojax
 from benchmarks.plain import plain_jit
 from zerojax.collectives import Inserter, Shard, in_place
 from zerojax.collectives.gathering import Gatherer, Thresholds
+from zerojax.graph.rows import RowDimensions
 from zerojax.hlo.traffic import collectives
 from zerojax.plan.quantized import Quantization, Sent
 from zerojax.xla.types import Equation
@@ -136,10 +137,11 @@ def inserted(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
 
     def run(values: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(jax.grad(loss))(values, x)
+        row_dims = RowDimensions.of_program(closed, [*[None] * len(specs), 0])
         shards = [
             Shard(inserter.constrain(w, spec), spec) for w, spec in zip(values, specs, strict=True)
         ]
-        return inserter(closed, [*shards, x], want=specs, rows=len(x))
+        return inserter(closed, [*shards, x], want=specs, rows=row_dims)
 
     return run, jax.grad(loss), (arrays, x)
 

@@ -16,6 +16,7 @@ from jaxprs import Move, gathers
 import zerojax
 from zerojax.collectives import Inserter, Shard, kept
 from zerojax.collectives.ahead import LEAST
+from zerojax.graph.rows import RowDimensions
 from zerojax.xla.unused import without_unused
 
 MESH = zerojax.mesh()
@@ -31,7 +32,9 @@ def in_micro_batches(function: Callable[..., Any], spec: Any) -> Callable[..., A
     def run(w: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(function)(w, x[0])
         args = [Shard(inserter.constrain(w, spec), spec), x[0]]
-        how = kept.decide(closed, args, kept.by_plan(args, inserter), inserter, fill=False)
+        how = kept.decide(
+            closed, args, kept.by_plan(args, inserter), inserter, RowDimensions(), fill=False
+        )
         given, _ = kept.gather(args, how, inserter)
         return lax.scan(lambda _, x: (None, inserter(closed, [given, x])), None, x)[1]
 
@@ -186,7 +189,9 @@ def decided(
     inserter = Inserter(MESH, "data", keep=keep)
     closed = jax.make_jaxpr(function)(w, x)
     given = [Shard(inserter.constrain(w, spec), spec), x]
-    how = kept.decide(closed, given, kept.by_plan(given, inserter), inserter, fill=fill)
+    how = kept.decide(
+        closed, given, kept.by_plan(given, inserter), inserter, RowDimensions(), fill=fill
+    )
     return closed, given, how, inserter
 
 

@@ -1,6 +1,6 @@
 """Few rows looked up in a table move, and the table does not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxprs import Spec, gathers
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, lookups
+from zerojax.graph.rows import RowDimensions
 from zerojax.hlo.traffic import collectives
 
 MESH = zerojax.mesh()
@@ -21,12 +22,21 @@ ROWS, COLUMNS = ("data", None), (None, "data")
 TABLE = np.random.default_rng(0).normal(size=(64, 16))
 
 
-def lookup(*rows: int, shape: tuple[int, int] = (64, 16)) -> Any:
-    """The equation of a lookup."""
-    abstract = jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct(rows, "int32")
+def spec_by_rows(
+    ids: Sequence[int],
+    spec: Spec,
+    *,
+    rows: int | None = None,
+    shape: tuple[int, int] = (64, 16),
+    mesh: Mesh = MESH,
+) -> Spec | None:
+    """The spec of a table during a lookup with indices of this shape, of which a dimension may have
+    rows."""
+    abstract = jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct(ids, "int32")
     closed = jax.make_jaxpr(lambda table, ids: table.at[ids].get(mode="clip"))(*abstract)
     (eqn,) = [e for e in closed.jaxpr.eqns if e.primitive.name == "gather"]
-    return eqn
+    gatherer = Inserter(mesh, "data", keep=False)
+    return lookups.spec_by_rows(eqn, spec, gatherer, RowDimensions.of_program(closed, [None, rows]))
 
 
 @pytest.mark.parametrize(
@@ -42,20 +52,20 @@ def lookup(*rows: int, shape: tuple[int, int] = (64, 16)) -> Any:
     ],
 )
 def test_the_bytes_decide(rows: int, spec: Spec, want: Spec | None) -> None:
-    assert lookups.spec_by_rows(lookup(rows), spec, MESH, "data") == want
+    assert spec_by_rows([rows], spec) == want
 
 
 def test_a_padded_table_is_gathered() -> None:
-    assert lookups.spec_by_rows(lookup(8, shape=(61, 16)), ROWS, MESH, "data") is None
-    assert lookups.spec_by_rows(lookup(8, shape=(61, 16)), COLUMNS, MESH, "data") is None
+    assert spec_by_rows([8], ROWS, shape=(61, 16)) is None
+    assert spec_by_rows([8], COLUMNS, shape=(61, 16)) is None
 
 
 def test_replica_groups_move_their_own_rows() -> None:
     mesh = zerojax.mesh(replicas=2)
-    assert lookups.spec_by_rows(lookup(8, 6), ROWS, mesh, "data") == ROWS
-    assert lookups.spec_by_rows(lookup(8, 8), ROWS, mesh, "data") is None
-    # What has no rows, positions say, is the same in every group.
-    assert lookups.spec_by_rows(lookup(1, 48), ROWS, mesh, "data") is None
+    assert spec_by_rows([8, 6], ROWS, rows=0, mesh=mesh) == ROWS
+    assert spec_by_rows([8, 8], ROWS, rows=0, mesh=mesh) is None
+    # Without rows, like positions, they are the same in every group.
+    assert spec_by_rows([8, 6], ROWS, mesh=mesh) is None
 
 
 def rows_of(mode: str) -> Callable[..., jax.Array]:

@@ -18,6 +18,7 @@ from benchmarks.lifetimes import peak_gathered_bytes
 from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.gathering import Thresholds
 from zerojax.devices.mesh import zero_axis
+from zerojax.graph.rows import RowDimensions
 from zerojax.hlo.traffic import collectives
 
 WIDTH, LAYERS, DEVICES = 4096, 4, 64
@@ -81,7 +82,9 @@ def test_what_is_inserted_is_an_identity(
 
     def run(x: jax.Array, *weights: jax.Array) -> jax.Array:
         closed = jax.make_jaxpr(function)(x, *weights)
-        return inserter(closed, [x, *(Shard(w, (axis, None)) for w in weights)])[0]
+        row_dims = RowDimensions.of_program(closed, [0, *(None for _ in weights)])
+        shards = [Shard(w, (axis, None)) for w in weights]
+        return inserter(closed, [x, *shards], rows=row_dims)[0]
 
     waits = "bitcast_convert_type" in primitives(jax.make_jaxpr(run)(x, *weights))
     assert waits == (axes.get("model") is None)

@@ -33,6 +33,7 @@ from zerojax.collectives.decisions import AFTER_LOOP
 from zerojax.collectives.gathering import plain
 from zerojax.collectives.reduction import add_up, is_quantized, of_all
 from zerojax.devices.mesh import REPLICA
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -214,14 +215,14 @@ class MicroBatches:
             micro_inserter if self.lanes is None else micro_inserter.on_lanes(self.lanes.axes)
         )
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
-        size = args[rows[0]].shape[1]
+        row_dims = self._rows(split.micro)
         # The values that depend only on the batch are computed from the global batch.
         first: list[jax.Array] = []
         if split.first.outvars:
             global_args = list(args)
             for i in rows:
                 global_args[i] = args[i].reshape(-1, *args[i].shape[2:])
-            first = inserter(split.first, global_args, replace)
+            first = inserter(split.first, global_args, replace, rows=self._rows(split.first))
         n = len(split.crossing)
         adding = [i for i, x in enumerate(split.crossing) if x.how == "sum"]
         specs = [x.spec for x in split.crossing]
@@ -242,7 +243,7 @@ class MicroBatches:
             def part(slices: Sequence[jax.Array]) -> list[jax.Array]:
                 for i, x in zip(rows, slices, strict=True):
                     given[i] = x
-                return micro_inserter(split.micro, [*given, *first], replace, want, rows=size)
+                return micro_inserter(split.micro, [*given, *first], replace, want, rows=row_dims)
 
             outs = part(slices) if self.lanes is None else self.lanes.run(part, slices)
             crossing, others = outs[:n], outs[n:]
@@ -283,6 +284,13 @@ class MicroBatches:
             if i in self._roles.as_batch and kind.rows and not kind.dim:
                 results[i] = results[i].reshape(-1, *results[i].shape[2:])
         return [results[i] for i in range(len(results))]
+
+    def _rows(self, jaxpr: AnyJaxpr) -> RowDimensions:
+        """Returns the dimensions of rows in a program of the step's arguments, and of others."""
+        batch = {*self._roles.batch}
+        invars = jaxprs.open_jaxpr(jaxpr)[0].invars
+        dims = [0 if i in batch and v.aval.ndim else None for i, v in enumerate(invars)]
+        return RowDimensions.of_program(jaxpr, dims)
 
     def _as_given(self, argument: object, value: jax.Array) -> jax.Array | Shard:
         """Shards state that one micro-batch passes to the next like the step's argument."""

@@ -23,6 +23,7 @@ from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.host import entry, on_host
 from zerojax.collectives.shard import HostStack, Shard
 from zerojax.collectives.uses import Uses
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
@@ -126,7 +127,12 @@ class PrefetchedStacks:
 
 
 def decide(
-    eqn: Equation, xs: Sequence[object], gatherer: Gatherer, *, gathers: bool
+    eqn: Equation,
+    xs: Sequence[object],
+    gatherer: Gatherer,
+    rows: RowDimensions,
+    *,
+    gathers: bool,
 ) -> dict[int, jnp.dtype]:
     """Returns, by position, the dtypes of the stacks whose layers a scan gathers one iteration
     ahead.
@@ -135,10 +141,11 @@ def decide(
       eqn: The scan.
       xs: The stacks that it reads, see :class:`PrefetchedStacks`.
       gatherer: Gathers parameters.
+      rows: The dimensions along which rows of the batch lie.
       gathers: Whether all parameters on the devices are gathered ahead; otherwise only those that
         the loop gathers and stacks, see :mod:`zerojax.collectives.filled`.
     """
-    uses = Uses(gatherer, surely=True)
+    uses = Uses(gatherer, rows, surely=True)
     dtypes = {
         i: gathered_dtype(eqn, i, x, uses)
         for i, x in enumerate(xs)

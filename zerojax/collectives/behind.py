@@ -22,6 +22,7 @@ from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_
 from zerojax.collectives.reduction import pin_to_devices
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.graph.def_use import graph_of
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
@@ -135,7 +136,7 @@ class DeferredReductions:
 
 
 def decide(
-    eqn: Equation, want: Sequence[Spec | None], gatherer: Gatherer, rows: int | None
+    eqn: Equation, want: Sequence[Spec | None], gatherer: Gatherer, rows: RowDimensions
 ) -> dict[int, RowSum]:
     """Returns, by position of a stack, the sum of each gradient that a scan reduces one iteration
     later.
@@ -144,9 +145,9 @@ def decide(
       eqn: The scan.
       want: See :class:`DeferredReductions`.
       gatherer: Reduces gradients.
-      rows: The number of rows of a batch; None if no reduction is to be deferred.
+      rows: The dimensions along which rows of the batch lie.
     """
-    if rows is None or not gatherer.sums_own_rows or jaxprs.param(eqn, "length") < LEAST:
+    if not gatherer.sums_own_rows or jaxprs.param(eqn, "length") < LEAST:
         return {}
     body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
     results = body.outvars[len(body.outvars) - len(want) :]
@@ -167,7 +168,7 @@ def _row_sum(
     v: Atom,
     spec: Spec | None,
     gatherer: Gatherer,
-    rows: int,
+    rows: RowDimensions,
     after: tuple[Equation, ...] = (),
 ) -> RowSum | None:
     """Returns the sum over rows that produces ``v``, perhaps within calls, and has no other use;

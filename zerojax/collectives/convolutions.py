@@ -14,38 +14,39 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains, runs_regions
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
 
-def has_rows_for_groups(eqn: Equation, rows: int | None, devices: int) -> bool:
+def has_rows_for_groups(eqn: Equation, rows: RowDimensions, devices: int) -> bool:
     """Returns whether an equation is, or contains, a convolution with a group for each row.
 
-    Groups are taken for rows if the devices can share the groups and no other dimension, or if
-    ``jax.vmap`` produced the convolution: at worst this moves rows unnecessarily.
+    Groups are also taken for rows if ``jax.vmap`` produced the convolution and its batch is not
+    known to have rows: at worst this moves rows unnecessarily.
 
     Args:
       eqn: The equation; a call, a loop or a choice may contain the convolution.
-      rows: The number of rows of the batch; None if unknown.
+      rows: The dimensions along which rows of the batch lie.
       devices: The number of devices that share the batch.
     """
     return devices > 1 and contains(eqn, _is_grouped_by_rows, rows, devices, enters=runs_regions)
 
 
-def _is_grouped_by_rows(eqn: Equation, rows: int | None, n: int) -> bool:
+def _is_grouped_by_rows(eqn: Equation, rows: RowDimensions, n: int) -> bool:
     """Returns whether an equation is such a convolution, for ``n`` devices."""
     if eqn.primitive is not prims.conv_general_dilated_p:
         return False
     name, groups = _groups(eqn)
     if groups == 1 or groups % n:
         return False
-    batch = eqn.invars[0].aval.shape[jaxprs.param(eqn, "dimension_numbers").lhs_spec[0]]
-    of_batch = name == "batch_group_count"
-    if not of_batch and batch % n:
+    lhs, kernel, _ = jaxprs.param(eqn, "dimension_numbers")
+    batch, group = (None, lhs[0]) if name == "batch_group_count" else (lhs[0], lhs[1])
+    known, of_kernel = (rows.dims(v) for v in eqn.invars)
+    if group in known or kernel[0] in of_kernel:
         return True
-    rows_in_batch = not of_batch and rows is not None and batch % rows == 0 and groups % rows != 0
-    return jaxprs.is_batched(eqn) and not rows_in_batch
+    return jaxprs.is_batched(eqn) and batch not in known
 
 
 def on_own_rows(eqn: Equation, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:

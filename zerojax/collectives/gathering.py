@@ -20,6 +20,7 @@ from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.collectives.window import AHEAD, Window
 from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_size
 from zerojax.devices.network import near
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
@@ -65,7 +66,7 @@ class Scope:
     The body of the step does not share gathers at stage 3: each use gathers anew, separated from
     the earlier uses by a barrier, so that no gathered parameter is kept for the backward pass.
 
-    ``share``, ``replace``, ``host``, ``window``, ``batch_rows``, ``behind``, ``row_sums``,
+    ``share``, ``replace``, ``host``, ``window``, ``row_dims``, ``behind``, ``row_sums``,
     ``of_layer`` and ``of_step`` are set when the scope begins. The other attributes record what the
     equations that have run in the scope gathered, used and reduced.
 
@@ -85,7 +86,7 @@ class Scope:
       all_rows: the activations that products with sharded weights gathered, oldest first.
       window: delays gathers outside loops over stacks; None if gathers are not delayed.
       cotangent: the cotangent of the last block of the backward pass that was held back.
-      batch_rows: the number of rows of the batch; None if unknown.
+      row_dims: the dimensions along which rows of the batch lie.
       behind: whether loops directly in the scope reduce gradients one iteration later; only in the
         scope of the step's body.
       row_sums: by variable, the sums in the scope that are not yet added up over the devices.
@@ -106,7 +107,7 @@ class Scope:
     all_rows: AllRows = field(default_factory=dict)
     window: Window | None = None
     cotangent: jax.Array | None = None
-    batch_rows: int | None = None
+    row_dims: RowDimensions = field(default_factory=RowDimensions)
     behind: bool = False
     row_sums: Mapping[Atom, Any] = field(default_factory=dict)
     of_layer: bool = False
@@ -129,7 +130,7 @@ class Scope:
             share=share,
             replace=self.replace,
             host=self.host,
-            batch_rows=self.batch_rows,
+            row_dims=self.row_dims,
             row_sums=row_sums or {},
             of_layer=of_layer or self.of_layer,
             of_step=of_step,

@@ -16,6 +16,7 @@ from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
 from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA
+from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -28,11 +29,11 @@ def bind_summed(
     values: Sequence[jax.Array],
     specs: Sequence[Spec | None],
     gatherer: Gatherer,
-    rows: int | None,
+    rows: RowDimensions,
 ) -> list[jax.Array]:
     """Runs an equation, and reduces the results that are gradients over the devices to ``specs``.
 
-    ``rows`` is the number of rows of the batch; None if unknown.
+    ``rows`` are the dimensions along which rows of the batch lie.
     """
     if gatherer.sent.gradients is not None and len(specs) == 1 and specs[0] is not None:
         result = _bind_quantized(eqn, values, specs[0], gatherer, rows)
@@ -44,7 +45,7 @@ def bind_summed(
         scatter = gatherer.scatter_parts if _few_rows(eqn) else gatherer.scatter_table
     if len(specs) == 1 and (spec := specs[0]) is not None:
         groups, shape = gatherer.replicas, eqn.outvars[0].aval.shape
-        if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, groups):
+        if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, rows, groups):
             parts, table, unsharded = by_group(eqn, values, groups), values[0], (None,) * len(spec)
             group_size = gatherer.mesh.size // groups
             with gatherer.ledger.reduces(table, unsharded, spec, over=group_size, partly=True):
@@ -88,7 +89,7 @@ def _sent_instead(
 
 
 def _bind_quantized(
-    eqn: Equation, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer, rows: int | None
+    eqn: Equation, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer, rows: RowDimensions
 ) -> jax.Array | None:
     """Returns the result of an equation, summed over the devices in quantized form; None if the
     device's partial sums are unknown, or are not sent quantized."""
@@ -99,7 +100,7 @@ def _bind_quantized(
         return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
     if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
         return None  # sending the rows moves fewer bytes
-    if gatherer.sums_own_rows and can_split(eqn, devices):
+    if gatherer.sums_own_rows and can_split(eqn, rows, devices):
         return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
     gatherer.sent_unquantized.append((eqn.primitive.name, shape))
     return None
@@ -130,14 +131,14 @@ def _few_rows(eqn: Equation) -> bool:
     return rows.aval.size <= table.aval.size
 
 
-def can_split(eqn: Equation, groups: int) -> bool:
-    """Returns whether an equation is the gradient of a lookup for tokens [rows, positions], whose
-    rows divide among the groups. A lookup in a table of positions has no rows."""
+def can_split(eqn: Equation, rows: RowDimensions, groups: int) -> bool:
+    """Returns whether an equation is the gradient of a lookup for tokens [rows, ...], whose rows
+    divide among the groups. A lookup in a table of positions has no rows."""
     if eqn.primitive is not prims.scatter_add_p:
         return False
     indices = eqn.invars[1].aval
     batching = jaxprs.param(eqn, "dimension_numbers").operand_batching_dims
-    return not batching and indices.ndim > 2 and indices.shape[0] % groups == 0
+    return not batching and 0 in rows.dims(eqn.invars[1]) and indices.shape[0] % groups == 0
 
 
 def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Array:

@@ -103,7 +103,8 @@ class Product(NamedTuple):
     def _by_row(self, shape: Sequence[int], gatherer: Gatherer, scope: Scope) -> Spec:
         """Returns the spec of the array that is sent, by rows."""
         candidates = _divisible(shape, self.rows, gatherer)
-        of_batch = [d for d in candidates if shape[d] == scope.batch_rows]
+        sent = (*self.eqn.invars, *self.eqn.outvars)[self.sent]
+        of_batch = [d for d in candidates if d in scope.row_dims.dims(sent)]
         return _spec(len(shape), (of_batch or candidates)[0], gatherer)
 
 

@@ -56,6 +56,7 @@ from zerojax.collectives.window import Window
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent
@@ -114,13 +115,13 @@ class Inserter(Scans):
         replace: Replacements | None = None,
         want: Sequence[Spec | None] = (),
         host: Host | None = None,
-        rows: int | None = None,
+        rows: RowDimensions | None = None,
     ) -> list[Any]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays.
 
         ``want`` has the target spec of each result that is a gradient, None for the others.
-        ``host`` sends gradients to host memory; None keeps them on the devices. ``rows`` is the
-        number of rows of the batch; None if it differs between leaves of the batch.
+        ``host`` sends gradients to host memory; None keeps them on the devices. ``rows`` are
+        the dimensions along which rows of the batch lie, None if unknown.
         """
         is_unlimited = self.keep or self._lane_axes or not self.overlap
         window = None if is_unlimited else Window.of(self.mesh, self.axis, self.thresholds.ahead)
@@ -130,7 +131,7 @@ class Inserter(Scans):
             replace=replace or {},
             host=host,
             window=window,
-            batch_rows=rows,
+            row_dims=rows or RowDimensions(),
             behind=defers_reductions,
         )
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
@@ -173,13 +174,13 @@ class Inserter(Scans):
                     or decided.places(eqn)
                     or scope.replaces(eqn)
                     or gradients.at_one_index(eqn)
-                    or convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices)
+                    or convolutions.has_rows_for_groups(eqn, scope.row_dims, self.devices)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
                     outs = self._equation(eqn, values, scope, decided)
                 else:
                     outs = jaxprs.bind(eqn, values)
-                    at = minibatches.rows_at(eqn, scope.batch_rows) if scope.of_step else None
+                    at = minibatches.rows_at(eqn, scope.row_dims) if scope.of_step else None
                     outs = outs if at is None else [self.by_rows(outs[0], at)]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
@@ -202,7 +203,7 @@ class Inserter(Scans):
         if marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.SHARD):
             return jaxprs.bind(eqn, [plain(values[0])])
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
-        if convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices):
+        if convolutions.has_rows_for_groups(eqn, scope.row_dims, self.devices):
             if eqn.primitive is prims.conv_general_dilated_p:
                 unsharded = self.gather_all(values, scope)
                 return [convolutions.on_own_rows(eqn, unsharded, self.mesh)]
@@ -219,7 +220,7 @@ class Inserter(Scans):
         if eqn.outvars and (product := decided.in_place.get(eqn.outvars[0])) is not None:
             outs = [product.run(values, decisions.PRODUCED, self, scope)]
         else:
-            outs = gradients.bind_summed(eqn, values, specs, self, scope.batch_rows)
+            outs = gradients.bind_summed(eqn, values, specs, self, scope.row_dims)
         reduced = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -286,7 +287,7 @@ class Inserter(Scans):
             return [product]
         outs = jaxprs.bind(eqn, self.gather_all(values, scope))
         if scope.window is not None:
-            scope.window.used(shards, outs)
+            scope.window.used(shards, outs, [scope.row_dims.dims(v) for v in eqn.outvars])
         return outs
 
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:

@@ -19,6 +19,7 @@ from zerojax.collectives.ahead import gathered_dtype
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.shard import MovedStack, Shard
 from zerojax.collectives.uses import Reader, Uses, readers
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
@@ -75,6 +76,7 @@ def decide(
     args: Sequence[Any],
     kept: Sequence[KeptGather | None],
     gatherer: Gatherer,
+    rows: RowDimensions,
     *,
     fill: bool,
 ) -> list[KeptGather | None]:
@@ -86,22 +88,29 @@ def decide(
       args: Its arguments, some of them a :class:`Shard`.
       kept: The result of :func:`by_plan` for each argument.
       gatherer: Gathers parameters.
+      rows: The dimensions along which rows of the batch lie.
       fill: Whether loops may gather stacks that are kept: if the step runs once, and loops gather
         ahead.
     """
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     return [
-        None if how is None else _decided(jaxpr, v, x, how, gatherer, fill)
+        None if how is None else _decided(jaxpr, v, x, how, gatherer, rows, fill)
         for v, x, how in zip(jaxpr.invars, args, kept, strict=True)
     ]
 
 
 def _decided(
-    jaxpr: Jaxpr, v: Atom, x: Shard, how: KeptGather, gatherer: Gatherer, fill: bool
+    jaxpr: Jaxpr,
+    v: Atom,
+    x: Shard,
+    how: KeptGather,
+    gatherer: Gatherer,
+    rows: RowDimensions,
+    fill: bool,
 ) -> KeptGather | None:
     """Returns the form in which an array is gathered; None for a small one of which the step needs
     only the shard."""
-    dtypes = Uses(gatherer).dtypes(jaxpr, v, x.spec)
+    dtypes = Uses(gatherer, rows).dtypes(jaxpr, v, x.spec)
     if how.together is not None:
         return how if dtypes else None
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
@@ -109,19 +118,18 @@ def _decided(
     if x.spec[0] is not None or len(dims) != 1:
         return KeptGather(dtype=dtype)
     loops = list(readers(jaxpr, v))
-    if fill and dtype is None and _fills(x, loops, gatherer):
+    if fill and dtype is None and _fills(x, loops, Uses(gatherer, rows, surely=True)):
         return KeptGather(by_loop=True)
     is_moved = x.value.ndim > 2 and None not in loops
     return KeptGather(dtype=dtype, first=dims[0] if is_moved else None)
 
 
-def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool:
+def _fills(x: Shard, loops: Sequence[Reader | None], uses: Uses) -> bool:
     """Returns whether the first of the loops over a stack gathers it one layer ahead, in the dtype
     of the stack."""
     direct = [loop for loop in loops if loop is not None and not loop.cast]
     if len(direct) < max(2, len(loops)):
         return False
-    uses = Uses(gatherer, surely=True)
     dtype = gathered_dtype(direct[0].eqn, direct[0].at, x, uses)
     return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
 

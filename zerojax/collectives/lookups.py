@@ -27,6 +27,7 @@ from zerojax.collectives import decisions
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -54,7 +55,7 @@ def look_up(
         return None
     narrow = table.gathering.narrow
     stored = narrow.shard if narrow is not None and narrow.is_cast else table  # half the bytes
-    if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:
+    if (spec := spec_by_rows(eqn, stored.spec, gatherer, scope.row_dims)) is not None:
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
         out = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, stored.value.dtype)
         ledger, reason = gatherer.ledger, "each device looks rows up in its own shard"
@@ -62,16 +63,14 @@ def look_up(
         with ledger.place(decisions.USE, reason), ledger.instead(*sent):
             (rows,) = jaxprs.bind(eqn, [pinned, *indices])
         return rows.astype(table.value.dtype)
-    if id(table) in scope.used_unsharded and by_columns(
-        eqn, stored.spec, gatherer.mesh, gatherer.axis
-    ):
+    if id(table) in scope.used_unsharded and by_columns(eqn, stored.spec, gatherer, scope.row_dims):
         (rows,) = jaxprs.bind(eqn, [gatherer.constrain(stored.value, stored.spec), *indices])
         columns = gatherer.constrain(rows, (None, None, gatherer.axis))
         rows = gatherer.constrain(columns, (gatherer.axis, None, None))
         return rows.astype(table.value.dtype)
     if scope.share:
         return None
-    if table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
+    if table.value.size <= _looked_up(eqn, gatherer.mesh, scope.row_dims, 1):
         return None
     delayed = table
     if scope.rows is not None:
@@ -83,7 +82,7 @@ def look_up(
     return scope.rows
 
 
-def spec_by_rows(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
+def spec_by_rows(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimensions) -> Spec | None:
     """Returns the spec of a table during a lookup by rows, which shards rows.
 
     None if this moves hardly fewer elements than gathering the table, if the equation does not look
@@ -92,15 +91,17 @@ def spec_by_rows(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> Spec | Non
     Args:
       eqn: A gather.
       spec: The spec of the table, its first operand.
-      mesh, axis: The devices, and the axis over which ZeRO shards.
+      gatherer: Gathers tables.
+      rows: The dimensions along which rows of the batch lie.
     """
+    mesh, axis = gatherer.mesh, gatherer.axis
     shape, dims = eqn.invars[0].aval.shape, layout.dimensions(spec, axis)
     if len(dims) != 1 or layout.padded_shape(shape, spec, mesh) != shape:
         return None
     picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
     (sharded,), size = dims, eqn.invars[0].aval.size
     shards = layout.parts(spec[sharded], mesh)
-    moved = _TIMES * _looked_up(eqn, mesh, shards)
+    moved = _TIMES * _looked_up(eqn, mesh, rows, shards)
     if sharded not in picked:
         candidates = [d for d in picked if spec[d] is None and shape[d] % shards == 0]
         if not candidates:
@@ -113,7 +114,7 @@ def spec_by_rows(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> Spec | Non
     return spec if moved < size else None
 
 
-def by_columns(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> bool:
+def by_columns(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimensions) -> bool:
     """Returns whether each device looks up the rows of all tokens in its own columns of a table
     whose rows the user's spec splits: an all-to-all then reshards the rows, and nothing is added up
     over the axis. False if gathering the device's rows of the table moves fewer elements.
@@ -121,8 +122,10 @@ def by_columns(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> bool:
     Args:
       eqn: A gather.
       spec: The spec of the table, its first operand.
-      mesh, axis: The devices, and the axis over which ZeRO shards.
+      gatherer: Gathers tables.
+      rows: The dimensions along which rows of the batch lie.
     """
+    mesh, axis = gatherer.mesh, gatherer.axis
     table, ids, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
     if (
@@ -132,16 +135,16 @@ def by_columns(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> bool:
         or spec[1] != axis
         or batch_axes(mesh) != (axis,)
         or table.shape[1] % layout.parts(axis, mesh)
+        or 0 not in rows.dims(eqn.invars[1])
         or ids.shape[0] % batch_devices(mesh)
     ):
         return False
     return out.size / batch_devices(mesh) < table.size / layout.parts(spec[0], mesh)
 
 
-def _looked_up(eqn: Equation, mesh: Mesh, devices: int) -> float:
+def _looked_up(eqn: Equation, mesh: Mesh, rows: RowDimensions, devices: int) -> float:
     """Returns the number of elements that ``devices`` devices look up together, for their part of
-    the tokens [rows, positions]; for all tokens if rows cannot be distinguished from positions,
-    which are the same on all devices."""
+    the tokens [rows, ...]; for all tokens without rows, which are the same on all devices."""
     ids, size = eqn.invars[1].aval.shape, eqn.outvars[0].aval.size
-    by_rows = len(ids) > 2 and ids[0] % batch_devices(mesh) == 0
+    by_rows = 0 in rows.dims(eqn.invars[1]) and ids[0] % batch_devices(mesh) == 0
     return size * devices / batch_devices(mesh) if by_rows else size

@@ -98,9 +98,8 @@ def decide(
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
     read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
     has_stacks = any(want[n:]) or bool(sums.stacks)
-    prefetched = ahead.decide(eqn, read, gatherer, gathers=prefetch)
-    rows = scope.batch_rows if scope.behind else None
-    deferred = behind.decide(eqn, want[n:], gatherer, rows)
+    prefetched = ahead.decide(eqn, read, gatherer, scope.row_dims, gathers=prefetch)
+    deferred = behind.decide(eqn, want[n:], gatherer, scope.row_dims) if scope.behind else {}
     stacks = [v.aval for v in eqn.outvars[n:]]
     stacked_bytes = (
         sum(eqn.invars[a + n + i].aval.size * d.itemsize for i, d in prefetched.items()),

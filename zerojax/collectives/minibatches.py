@@ -8,24 +8,20 @@ them. A loop of updates over minibatches [n, rows, ...] shards the rows of each,
 from __future__ import annotations
 
 from zerojax.graph.primitives import READS
+from zerojax.graph.rows import RowDimensions
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
 
-def rows_at(eqn: Equation, rows: int | None) -> int | None:
-    """Returns the dimension of a result along which it has rows of the batch; None if the result is
-    not known to consist of rows of the batch.
+def rows_at(eqn: Equation, rows: RowDimensions) -> int | None:
+    """Returns the dimension of a result along which it has some of the rows of its operand; None if
+    the equation takes no rows.
 
     Args:
       eqn: An equation of the update.
-      rows: The number of rows of the batch [rows, ...], or of its minibatches [n, rows / n, ...]
-        together.
+      rows: The dimensions along which rows of the batch lie.
     """
-    if rows is None or eqn.primitive.name not in READS or jaxprs.is_transposed(eqn):
+    if eqn.primitive.name not in READS or jaxprs.is_transposed(eqn):
         return None
-    batch, taken = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if batch[:1] == (rows,):
-        return 0 if taken[1:] == batch[1:] else None
-    if len(batch) < 2 or batch[0] * batch[1] != rows:
-        return None
-    return {(1, *batch[1:]): 1, batch[1:]: 0}.get(taken)
+    taken = rows.dims(eqn.outvars[0])
+    return taken[0] if taken and rows.dims(eqn.invars[0]) else None

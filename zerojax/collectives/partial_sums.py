@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.collectives import in_place, propagate
 from zerojax.collectives.gathering import Gatherer
@@ -26,8 +26,9 @@ from zerojax.collectives.reduction import (
     pin_to_devices,
     reduce_partial_sums,
 )
-from zerojax.devices.mesh import sequence_size
+from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.graph.primitives import LABELS, LINEAR
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.xla import jaxprs
@@ -159,7 +160,7 @@ def links(eqn: Equation) -> bool:
 
 def row_sum_of(
     eqn: Equation,
-    rows: int | None,
+    rows: RowDimensions,
     spec: Spec,
     gatherer: Gatherer,
     after: tuple[Equation, ...] = (),
@@ -170,23 +171,24 @@ def row_sum_of(
 
     Args:
       eqn: The equation.
-      rows: The number of rows of a batch; None if unknown.
+      rows: The dimensions along which rows of the batch lie.
       spec: The spec of the sum's shard.
       after: The equations that compute a gradient from the sum.
     """
     shape = eqn.outvars[0].aval.shape
-    if rows is None or not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
+    if not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
         return None
     if in_place.find(eqn, in_place.RESULT, spec, gatherer) is not None:
         return None
-    cuts = _cuts_of(eqn, rows, sequence_size(gatherer.mesh))
+    cuts = _cuts_of(eqn, rows, gatherer.mesh)
     return None if cuts is None else RowSum(eqn, cuts, spec, after)
 
 
-def _cuts_of(eqn: Equation, rows: int, shared: int) -> tuple[tuple[int, ...], ...] | None:
+def _cuts_of(eqn: Equation, rows: RowDimensions, mesh: Mesh) -> tuple[tuple[int, ...], ...] | None:
     """Returns the dimensions of rows of the operands, over which the equation sums; then those of
-    tokens, if ``shared`` > 1 devices share the tokens of a row."""
+    tokens, if devices share the tokens of a row."""
     summed: list[tuple[int, ...]]
+    shared = sequence_size(mesh)
     if eqn.primitive is prims.reduce_sum_p:
         summed = [(d,) for d in jaxprs.param(eqn, "axes")]
     elif eqn.primitive is prims.dot_general_p:
@@ -205,9 +207,13 @@ def _cuts_of(eqn: Equation, rows: int, shared: int) -> tuple[tuple[int, ...], ..
     else:
         return None
     sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}
-    exact = [dims for dims, size in sizes.items() if size == rows]
-    multiples = [dims for dims, size in sizes.items() if size % rows == 0]
-    of_rows = exact if exact else multiples if len(multiples) == 1 else []
+    known = [rows.dims(v) for v in eqn.invars]
+    of_rows = [
+        dims
+        for dims, size in sizes.items()
+        if size % batch_devices(mesh) == 0
+        and any(d in each for d, each in zip(dims, known, strict=True))
+    ]
     if not of_rows or shared == 1:
         return (of_rows[0],) if of_rows else None
     tokens = [dims for dims in summed if dims != of_rows[0] and sizes[dims] % shared == 0]

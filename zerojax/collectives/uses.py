@@ -20,6 +20,7 @@ from zerojax.graph.analysis import Analysis
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS, SLICES
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -96,13 +97,14 @@ class Uses:
 
     Args:
       gatherer: Gathers parameters.
+      rows: The dimensions along which rows of the batch lie.
       surely: Leaves out uses that may not gather a parameter that was not gathered in advance:
         branches, concatenations, lookups of rows, products in which a weight stays sharded, and
         loops that take entries of the parameter.
     """
 
-    def __init__(self, gatherer: Gatherer, *, surely: bool = False) -> None:
-        self._gatherer, self._surely = gatherer, surely
+    def __init__(self, gatherer: Gatherer, rows: RowDimensions, *, surely: bool = False) -> None:
+        self._gatherer, self._rows, self._surely = gatherer, rows, surely
         self._mesh, self._axis = gatherer.mesh, gatherer.axis
 
     def dtypes(self, jaxpr: Jaxpr, v: Atom, spec: Spec) -> frozenset[np.dtype]:
@@ -156,7 +158,7 @@ class Uses:
 
     def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
-            return lookups.spec_by_rows(eqn, spec, self._mesh, self._axis) is not None
+            return lookups.spec_by_rows(eqn, spec, self._gatherer, self._rows) is not None
         stays = in_place.find(eqn, i, spec, self._gatherer) is not None
         return stays or eqn.primitive.name in _NOT_SURE
 

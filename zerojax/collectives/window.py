@@ -7,7 +7,7 @@ waits for a product with parameters that were used some time before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,11 +53,14 @@ class Window:
         """Returns a window; None if other axes shard the rows or the computed arrays."""
         return cls(mesh, axis, ahead) if axis_size(mesh, axis) == mesh.size else None
 
-    def used(self, shards: Sequence[Shard], results: Iterable[object]) -> None:
-        """Records that an equation has used unsharded parameters, and its results."""
-        result, *others = [*results] or [None]
-        if not shards or others:
+    def used(
+        self, shards: Sequence[Shard], results: Sequence[object], rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Records that an equation has used unsharded parameters, its results, and the dimensions
+        along which each has rows."""
+        if not shards or len(results) != 1 or 0 not in rows[0]:
             return
+        (result,) = results
         if not isinstance(result, jax.Array) or not jnp.issubdtype(result.dtype, jnp.floating):
             return
         # [rows, ...], or [rows, tokens, ...] if devices share the tokens of a row.

@@ -24,6 +24,7 @@ from zerojax.evaluation.rows import ByRows, TracedFunction
 from zerojax.evaluation.stages import Stages
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.def_use import graph_of
+from zerojax.graph.rows import RowDimensions
 from zerojax.offload.disk_params import ParamReader, beside_disk
 from zerojax.pipeline.schedule import Schedule
 from zerojax.placement.states import States
@@ -326,7 +327,7 @@ class EvaluationProgram:
                     return self._traced(like(batch, n), arrays, static).closed
 
                 closed = self._stages(closed, smaller, execution.full.batch)
-            outs = self._run_on(closed, [*state, *jax.tree.leaves(batch), *arrays])
+            outs = self._run_on(closed, state, jax.tree.leaves(batch), arrays)
         else:
             assert execution.by_rows is not None
             outs = self._in_parts(state, batch, arrays, execution.division, execution.by_rows)
@@ -366,8 +367,8 @@ class EvaluationProgram:
         ) -> tuple[list[jax.Array], list[jax.Array]]:
             slices = iter(xs[0])
             micro = [next(slices) if x.ndim else x for x in leaves]
-            given = [*state, *jax.tree.leaves((micro, arrays, xs[1]))]
-            added, outs = jax.tree.unflatten(results, self._run_on(closed, given))
+            others = jax.tree.leaves((arrays, xs[1]))
+            added, outs = jax.tree.unflatten(results, self._run_on(closed, state, micro, others))
             return parts.add(totals, added), outs
 
         totals = parts.zeros()
@@ -379,8 +380,8 @@ class EvaluationProgram:
         outs = [division.in_rows(x, mesh) for x in stacked]
         others = [*[None if x.ndim else x for x in leaves], *arrays]
         closed, results = self._jaxpr(parts.finish, others, totals, outs)
-        given = [*state, *jax.tree.leaves((others, totals, outs))]
-        return [*jax.tree.unflatten(results, self._run_on(closed, given))]
+        others = jax.tree.leaves((others, totals, outs))
+        return [*jax.tree.unflatten(results, self._run_on(closed, state, [], others))]
 
     def _jaxpr(
         self, function: Callable[..., PyTree], others: list[Any], *more: PyTree
@@ -391,8 +392,18 @@ class EvaluationProgram:
         )(self._shapes, others, *more)
         return closed, jax.tree.structure(out)
 
-    def _run_on(self, closed: AnyJaxpr, args: list[object]) -> list[jax.Array]:
-        """Runs a program, with parameters gathered where they are used."""
-        outs = self._inserter(closed, args)
+    def _run_on(
+        self,
+        closed: AnyJaxpr,
+        state: Sequence[object],
+        rows: Sequence[jax.Array],
+        others: Sequence[object],
+    ) -> list[jax.Array]:
+        """Runs a program of these arguments, with parameters gathered where they are used; arrays
+        among ``rows`` are [rows, ...]."""
+        dims = [0 if x.ndim else None for x in rows]
+        dims = [*[None] * len(state), *dims, *[None] * len(others)]
+        row_dims = RowDimensions.of_program(closed, dims)
+        outs = self._inserter(closed, [*state, *rows, *others], rows=row_dims)
         # A parameter on disk, or with padding in host memory, that the function returns unchanged.
         return [x.fetched() if isinstance(x, Fetchable) else x for x in outs]

@@ -21,6 +21,7 @@ from zerojax.generation.beam_search import Search, beam_search, begun, only, rep
 from zerojax.generation.decoders import Cache, Decoder, Source, Traced
 from zerojax.generation.layers import Layered, run, shapes, unstacked
 from zerojax.generation.sampling import Sampling
+from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import equations
 from zerojax.trace.single_rows import SmallProducts, with_repeated_rows
 from zerojax.xla.compiler import (
@@ -164,7 +165,11 @@ class Generation:
         closed, out = jax.make_jaxpr(function, return_shape=True)(shapes(arrays), *args)
         inserter = weights.inserter_of(self.mesh)
         values = weights.entered(arrays, self.shards, inserter)
-        outs = inserter(closed, [*values, *jax.tree.leaves(args)])
+        given = jax.tree.leaves(args)
+        cache = {id(x) for arg in args if isinstance(arg, Progress) for x in arg.cache}
+        dims = [0 if jnp.ndim(x) and id(x) not in cache else None for x in given]
+        rows = RowDimensions.of_program(closed, [*[None] * len(values), *dims])
+        outs = inserter(closed, [*values, *given], rows=rows)
         progress: Progress = jax.tree.unflatten(jax.tree.structure(out), outs)
         return progress
 

@@ -10,7 +10,7 @@ on nothing but its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from jax.extend import core
@@ -47,6 +47,8 @@ class Analysis(Generic[F]):
       unknown: The rule of every primitive that has no other rule and runs no region.
       control: Whether, forward, the results of a ``cond`` or a loop also have the facts of the
         index or condition that decides what runs.
+      everywhere: Receives, forward, the facts of all variables, also of the programs inside
+        equations: the joint facts, if several equations run one program.
 
     Example:
       >>> import operator, jax
@@ -58,9 +60,16 @@ class Analysis(Generic[F]):
     """
 
     def __init__(
-        self, bottom: F, join: Callable[[F, F], F], unknown: Rule[F], *, control: bool = True
+        self,
+        bottom: F,
+        join: Callable[[F, F], F],
+        unknown: Rule[F],
+        *,
+        control: bool = True,
+        everywhere: MutableMapping[Atom, F] | None = None,
     ) -> None:
         self._bottom, self._join, self._unknown, self._control = bottom, join, unknown, control
+        self._everywhere = everywhere
         self._rules: dict[str, Rule[F]] = {}
         # A layer that many equations run is analysed once for each set of facts of its arguments.
         self._forward_once = cached_by_jaxpr(lambda jaxpr, *given: self._forward(jaxpr, given))
@@ -106,6 +115,8 @@ class Analysis(Generic[F]):
             else:
                 results = self._unknown(equation, operands)
             env.update(zip(equation.outvars, results, strict=True))
+        if (known := self._everywhere) is not None:
+            known.update((v, self._join(known.get(v, fact), fact)) for v, fact in env.items())
         return Facts([read(v) for v in jaxpr.outvars], env)
 
     def through(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:

@@ -18,6 +18,7 @@ from zerojax.collectives.host import Host
 from zerojax.collectives.matrices import with_matrices
 from zerojax.devices.mesh import STAGE
 from zerojax.distributed import log
+from zerojax.graph.rows import RowDimensions
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.pipeline.program import Pipeline
 from zerojax.pipeline.schedule import Schedule
@@ -109,7 +110,10 @@ def evaluate_body(
     given = [*params.values, *optimizer_leaves, *rest.values, *rows]
     choices = [*params.kept, *(None for _ in optimizer_leaves), *rest.kept, *(None for _ in rows)]
     fill = setting.inserter.overlap and k == 1
-    choices = kept.decide(closed, given, choices, setting.inserter, fill=fill)
+    at = setting.layout.axis if k == 1 else 0
+    dims = [at if x.ndim > at else None for x in rows]
+    row_dims = RowDimensions.of_program(closed, [*[None] * (len(given) - len(rows)), *dims])
+    choices = kept.decide(closed, given, choices, setting.inserter, row_dims, fill=fill)
     # Gradients that go to host memory are sent where they are produced.
     specs = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
 
@@ -120,9 +124,7 @@ def evaluate_body(
         roles = roles_of(body.name, start, batch, shapes, several)
         outs = _micro_batches(setting, trace, closed, batch, roles, specs)(given, replace)
     else:
-        counts = {x.shape[setting.layout.axis] for x in rows if x.shape}
-        count = counts.pop() if len(counts) == 1 else None
-        outs = setting.inserter(closed, given, replace, specs, host, count)
+        outs = setting.inserter(closed, given, replace, specs, host, row_dims)
     _warn_of_unquantized(setting)
     leaves, structure = jax.tree.flatten(shapes)
     # A result may be a Python number, which no equation computes.

@@ -1,0 +1,225 @@
+"""Dimensions along which the rows of a batch lie, from one trace of a program.
+
+The number of rows says nothing: a width, a vocabulary or the number of layers may be the same. So
+the dimensions of the arguments are given, and followed through the equations. A dimension that is
+not found costs time or memory, and no number: XLA shards what zerojax leaves to it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jax.extend import core
+
+from zerojax.graph.analysis import Analysis
+from zerojax.graph.regions import regions
+from zerojax.xla.jaxprs import open_jaxpr, param
+from zerojax.xla.types import AnyJaxpr, Atom, Equation
+
+
+class RowFactor(NamedTuple):
+    """Rows along a dimension, or along a factor of it: ``n`` rows of ``t`` tokens make a dimension
+    of ``n * t`` elements, of which rows are a factor of ``n`` with stride ``t``.
+
+    Attributes:
+      dim: The dimension.
+      size: The number of rows.
+      stride: The number of elements from one row to the next.
+    """
+
+    dim: int
+    size: int
+    stride: int = 1
+
+
+Rows = frozenset[RowFactor]
+NONE: Rows = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class RowDimensions:
+    """The dimensions of a program's values along which rows lie.
+
+    Attributes:
+      of: The rows of each variable, also of the programs inside equations; a program that several
+        equations run has those of all of them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> closed = jax.make_jaxpr(lambda x, w: (x @ w).T)(jnp.ones((8, 3)), jnp.ones((3, 5)))
+      >>> jaxpr, _ = open_jaxpr(closed)
+      >>> RowDimensions.of_program(jaxpr, [0, None]).dims(jaxpr.outvars[0])
+      [1]
+    """
+
+    of: Mapping[Atom, Rows] = field(default_factory=dict)
+
+    @classmethod
+    def of_program(cls, closed: AnyJaxpr, given: Sequence[int | None]) -> RowDimensions:
+        """Returns those of a program.
+
+        Args:
+          closed: The program, an open or closed jaxpr.
+          given: For each argument the dimension of its rows; None for an argument without rows.
+        """
+        jaxpr, _ = open_jaxpr(closed)
+        rows = [
+            whole(v.aval.shape, [] if d is None else [d])
+            for v, d in zip(jaxpr.invars, given, strict=True)
+        ]
+        found: dict[Atom, Rows] = {}
+        analysis: Analysis[Rows] = Analysis(
+            NONE, operator.or_, _in_place, control=False, everywhere=found
+        )
+        for names, rule in _RULES.items():
+            analysis.rule(*names.split())(rule)
+
+        def scan(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+            """An iteration takes entries of stacks, and returns entries."""
+            (body,) = regions(eqn)
+            ins = [_shifted(x, -1) if body.is_entry(i) else x for i, x in enumerate(ins)]
+            outs = analysis.through(eqn, ins)
+            return [_shifted(x, 1) if body.is_stacked(i) else x for i, x in enumerate(outs)]
+
+        analysis.rule("scan")(scan)
+        analysis.forward(jaxpr, rows)
+        return cls(found)
+
+    def dims(self, atom: Atom) -> list[int]:
+        """Returns the dimensions of a value along which rows lie, in order."""
+        known = NONE if isinstance(atom, core.Literal) else self.of.get(atom, NONE)
+        return sorted({x.dim for x in known})
+
+
+def whole(shape: Sequence[int], dims: Iterable[int]) -> Rows:
+    """Returns rows along complete dimensions; a single element is no dimension of rows."""
+    return frozenset(RowFactor(d, shape[d]) for d in dims if shape[d] > 1)
+
+
+def _shifted(rows: Rows, by: int) -> Rows:
+    return frozenset(x._replace(dim=x.dim + by) for x in rows if x.dim + by >= 0)
+
+
+def _moved(rows: Rows, to: Mapping[int, int]) -> Rows:
+    """Returns rows after dimensions have moved; those of other dimensions are gone."""
+    return frozenset(x._replace(dim=to[x.dim]) for x in rows if x.dim in to)
+
+
+def _in_place(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    """The rule of primitives that leave dimensions where they are: element by element, or along one
+    of several dimensions. A dimension of another size may have other rows, see :func:`_parts`."""
+    return [_kept(eqn, ins, v.aval.shape, parts=False) for v in eqn.outvars]
+
+
+def _parts(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    """The rule of primitives that take a part of a dimension, or join parts."""
+    return [_kept(eqn, ins, v.aval.shape, parts=True) for v in eqn.outvars]
+
+
+def _kept(eqn: Equation, ins: Sequence[Rows], shape: Sequence[int], *, parts: bool) -> Rows:
+    kept = set[RowFactor]()
+    for v, rows in zip(eqn.invars, ins, strict=True):
+        old = getattr(v.aval, "shape", ())
+        for x in rows if len(old) == len(shape) else ():
+            if old[x.dim] == shape[x.dim]:
+                kept.add(x)
+            elif parts:
+                kept |= whole(shape, [x.dim])
+    return frozenset(kept)
+
+
+def _transpose(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    return [_moved(ins[0], {old: new for new, old in enumerate(param(eqn, "permutation"))})]
+
+
+def _broadcast(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    return [_moved(ins[0], dict(enumerate(param(eqn, "broadcast_dimensions"))))]
+
+
+def _reduce(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    n, axes = eqn.invars[0].aval.ndim, param(eqn, "axes")
+    left = [d for d in range(n) if d not in axes]
+    return [_moved(NONE.union(*ins), {old: new for new, old in enumerate(left)})]
+
+
+def _reshape(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    """Counts elements from the end: a dimension with ``k`` elements behind it spans from ``k`` to
+    ``k`` times its size, and rows likewise."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    found = set[RowFactor]()
+    for x in ins[0]:
+        first = math.prod(old[x.dim + 1 :]) * x.stride
+        last = first * x.size
+        for d, n in enumerate(new):
+            behind = math.prod(new[d + 1 :])
+            low, high = max(first, behind), min(last, behind * n)
+            if low < high:
+                found.add(RowFactor(d, high // low, low // behind))
+    return [frozenset(found)]
+
+
+def _product(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    """A result has the batch dimensions first, then the free ones of each operand."""
+    contracted, batched = param(eqn, "dimension_numbers")
+    rows, first = NONE, len(batched[0])
+    for i, v in enumerate(eqn.invars):
+        free = [d for d in range(v.aval.ndim) if d not in (*contracted[i], *batched[i])]
+        to = {d: at for at, d in enumerate(batched[i])} | {
+            d: first + at for at, d in enumerate(free)
+        }
+        rows, first = rows | _moved(ins[i], to), first + len(free)
+    return [rows]
+
+
+def _convolution(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    """Rows are the batch; or groups of features, where ``jax.vmap`` has merged both."""
+    lhs, kernel, out = param(eqn, "dimension_numbers")
+    in_groups = param(eqn, "batch_group_count") > 1
+    to_feature = {lhs[1]: out[1]} if param(eqn, "feature_group_count") > 1 else {}
+    grouped = {lhs[0]: out[1]} if in_groups else to_feature
+    shape = eqn.outvars[0].aval.shape
+    rows = _moved(ins[1], {kernel[0]: out[1]})
+    rows |= whole(shape, {grouped[x.dim] for x in ins[0] if x.dim in grouped})
+    return [rows if in_groups else rows | _moved(ins[0], {lhs[0]: out[0]})]
+
+
+def _gather(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    """A lookup has the rows of its indices; one that takes rows by indices of their own has them
+    wherever it has its indices."""
+    numbers, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
+    operand, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval
+    looked_up = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+    single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(operand)) if d not in single]
+    to = dict(zip(window, numbers.offset_dims, strict=True))
+    full = {d: at for d, at in to.items() if sizes[d] == operand[d]}
+    rows = _moved(ins[1], dict(enumerate(looked_up))) | _moved(ins[0], full)
+    rows |= whole(out.shape, {to[x.dim] for x in ins[0] if x.dim in to.keys() - full.keys()})
+    if not ins[1] and any(x.dim in numbers.collapsed_slice_dims for x in ins[0]):
+        rows |= whole(out.shape, looked_up)
+    return [rows]
+
+
+def _scatter(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    numbers = param(eqn, "dimension_numbers")
+    batched = zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    return [ins[0] | _moved(ins[1], dict(batched))]
+
+
+_RULES = {
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "reshape squeeze expand_dims": _reshape,
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin": _reduce,
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    "scatter scatter-add scatter_add scatter-mul scatter-max scatter-min scatter-sub": _scatter,
+    "slice dynamic_slice dynamic_update_slice split concatenate pad": _parts,
+    "shard_map": _in_place,  # what runs inside has sizes of its own
+}
+"""Rules by the names of their primitives."""

@@ -20,7 +20,7 @@ from programs import PROGRAMS, ROWS, Kind, Program
 from programs.basic import gpt
 
 import zerojax
-from zerojax.collectives.ahead import LEAST
+from zerojax.collectives.prefetch import LEAST
 from zerojax.devices.mesh import automatic_context
 from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import abstract, split_state

@@ -28,7 +28,7 @@ from zerojax.accumulation.roles import (
 from zerojax.accumulation.split import Crossing, Split, split
 from zerojax.accumulation.symbolic import Symbolic, TracedRows, UnevenError
 from zerojax.accumulation.traces import symbolic_program
-from zerojax.collectives import Inserter, Shard, wanted
+from zerojax.collectives import Inserter, Shard, target_specs
 from zerojax.collectives.decisions import AFTER_LOOP
 from zerojax.collectives.gathering import plain
 from zerojax.collectives.reduction import add_up, is_quantized, of_all
@@ -153,7 +153,7 @@ class MicroBatches:
             )
             flat = global_instance(symbolic, symbolic.flat)
             self._want = [*want] or [None] * len(flat.outvars)
-            self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
+            self._wants = target_specs.trace_back(flat, self._want, inserter.mesh)
             self._sharded = sharded
             divided = None if lanes is None else self._divide_into(lanes, symbolic, flat, rows)
             self.lanes: Lanes | None = None if divided is None else lanes

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.collectives import held
 from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
+from zerojax.collectives.order import AHEAD, Window
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
-from zerojax.collectives.window import AHEAD, Window
 from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_size
 from zerojax.devices.network import near
 from zerojax.graph.rows import RowDimensions
@@ -37,6 +36,11 @@ AllRows = dict[int, tuple[jax.Array, jax.Array | None]]
 """By ``id`` of an array of activations, the array, and all its rows unless they were dropped."""
 
 
+MOST = 1_000_000_000
+"""The most elements of parameters, and of their gradients, that one loop holds unsharded:
+DeepSpeed's default of ``stage3_max_live_parameters``."""
+
+
 @dataclass(frozen=True)
 class Thresholds:
     """Numbers of elements on which the decisions about parameters depend.
@@ -45,14 +49,14 @@ class Thresholds:
       held: The most elements of parameters, and of their gradients, that one loop gathers before
         its first iteration, and reduces after the last one.
       ahead: The elements of parameters between a use and the gathers that wait for it, see
-        :mod:`zerojax.collectives.window`.
+        :mod:`zerojax.collectives.order`.
       in_place: The fewest elements of a weight that stays sharded in its products, see
-        :mod:`zerojax.collectives.in_place`: a smaller one is gathered in hardly more time than any
-        collective takes.
+        :mod:`zerojax.collectives.sharded_products`: a smaller one is gathered in hardly more time
+        than any collective takes.
       small: The most elements of a parameter that is gathered with others, once a step.
     """
 
-    held: int = held.MOST
+    held: int = MOST
     ahead: int = AHEAD
     in_place: int = 2**20
     small: int = SMALL
@@ -66,7 +70,7 @@ class Scope:
     The body of the step does not share gathers at stage 3: each use gathers anew, separated from
     the earlier uses by a barrier, so that no gathered parameter is kept for the backward pass.
 
-    ``share``, ``replace``, ``host``, ``window``, ``row_dims``, ``behind``, ``row_sums``,
+    ``share``, ``replace``, ``host``, ``window``, ``row_dims``, ``defers``, ``row_sums``,
     ``of_layer`` and ``of_step`` are set when the scope begins. The other attributes record what the
     equations that have run in the scope gathered, used and reduced.
 
@@ -87,7 +91,7 @@ class Scope:
       window: delays gathers outside loops over stacks; None if gathers are not delayed.
       cotangent: the cotangent of the last block of the backward pass that was held back.
       row_dims: the dimensions along which rows of the batch lie.
-      behind: whether loops directly in the scope reduce gradients one iteration later; only in the
+      defers: whether loops directly in the scope reduce gradients one iteration later; only in the
         scope of the step's body.
       row_sums: by variable, the sums in the scope that are not yet added up over the devices.
       of_layer: whether the scope is one layer, in a loop over layers.
@@ -108,7 +112,7 @@ class Scope:
     window: Window | None = None
     cotangent: jax.Array | None = None
     row_dims: RowDimensions = field(default_factory=RowDimensions)
-    behind: bool = False
+    defers: bool = False
     row_sums: Mapping[Atom, Any] = field(default_factory=dict)
     of_layer: bool = False
     of_step: bool = False

@@ -1,27 +1,40 @@
-"""Equations that compute gradients, and the reduction of each gradient to its shard."""
+"""Equations that compute gradients, and the reduction of each gradient to its shard.
+
+Each product of a matrix has a gradient of its own. At stages 2 and 3 each would be reduced where it
+is produced, because no unsharded array may wait for a later use. Gradients of adjacent products are
+added up first, as the other use follows at once.
+
+XLA reduce-scatters only into equal shards. A gradient that is first summed and then padded is
+all-reduced in full, so for uneven shards the operands of the sum are padded instead.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import primitives as prims
+from jax.sharding import Mesh
 
-from zerojax.collectives import decisions, partial_sums, reduction
+from zerojax.collectives import decisions, partial_sums, propagate, reduction
 from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
-from zerojax.collectives.uneven import bind_padded
 from zerojax.devices.mesh import REPLICA
+from zerojax.graph.def_use import Graph, graph_of
+from zerojax.graph.primitives import LINEAR, PRODUCTS
 from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
 def bind_summed(
@@ -158,3 +171,149 @@ def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Arr
         return jaxprs.bind(eqn, [jnp.zeros_like(table), indices, updates])[0]
 
     return jax.vmap(added, in_axes=(0, row))(split(indices, 0), split(updates, row))
+
+
+NEAR = 16
+"""The most equations between adjacent products."""
+
+_PASSES = LINEAR | {"add_any"}
+
+
+class AddedGradients(NamedTuple):
+    """Gradients that are added up unreduced, and then reduced once.
+
+    Attributes:
+      reduced: The sums.
+      added: The values from which they are computed, back to products, which are not reduced.
+    """
+
+    reduced: set[Atom]
+    added: set[Atom]
+
+
+def find_sums(
+    jaxpr: Jaxpr,
+    wants: Mapping[Atom, Spec],
+    mesh: Mesh,
+    rows: RowDimensions,
+    *,
+    of_layer: bool = False,
+    in_place: Container[Atom] = (),
+) -> AddedGradients:
+    """Finds sums of adjacent products. Those of products farther from each other are included if
+    together they have no more elements than the largest gradient, or if ``of_layer``: their terms
+    stay unsharded until the last term exists.
+
+    Args:
+      jaxpr: An open jaxpr.
+      wants: See :func:`zerojax.collectives.target_specs.trace_back`.
+      mesh: The mesh of all specs. A gradient that its spec pads is padded where it is computed, so
+        that it is left out here.
+      rows: The dimensions along which rows of the batch lie.
+      of_layer: Whether the jaxpr is one layer, in a loop over layers.
+      in_place: Gradients that need no reduction, see :mod:`zerojax.collectives.sharded_products`.
+    """
+    graph = graph_of(jaxpr)
+    candidates = [eqn for eqn in graph.named("add_any") if eqn.outvars[0] in wants]
+    near, far = AddedGradients(set(), set()), AddedGradients(set(), set())
+    for eqn in reversed(candidates):
+        out = eqn.outvars[0]
+        if layout.padded_shape(out.aval.shape, wants[out], mesh) != out.aval.shape:
+            continue
+        if out in near.added | far.added or (terms := _terms(eqn, graph, rows, in_place)) is None:
+            continue
+        first = min(graph.place(graph.producer(v)) for v in terms)
+        chosen = near if graph.place(eqn) - first <= NEAR else far
+        chosen.reduced.add(out)
+        chosen.added.update(terms)
+    largest = max((v.aval.size for v in wants), default=0)
+    if not of_layer and sum(v.aval.size for v in far.reduced) > largest:
+        return near
+    return AddedGradients(near.reduced | far.reduced, near.added | far.added)
+
+
+def _terms(
+    eqn: Equation, graph: Graph, rows: RowDimensions, in_place: Container[Atom]
+) -> set[Atom] | None:
+    """Returns the variables from which a sum is computed, back to products. None if one of them is
+    computed otherwise, has another use or is among ``in_place``, or if some of the products add up
+    rows and others do not: XLA does not reduce-scatter a sum that needs reduction only in part."""
+    terms: set[Atom] = set()
+    over_rows: set[bool] = set()
+    pending = jaxprs.variables(eqn.invars)
+    if len(pending) != len(eqn.invars):
+        return None
+    while pending:
+        v = pending.pop()
+        producer = graph.producer(v)
+        if producer is None or graph.times_used(v) != 1 or v in in_place:
+            return None
+        terms.add(v)
+        if producer.primitive.name in _PASSES or propagate.reversible(producer):
+            pending += jaxprs.variables(producer.invars)
+        elif producer.primitive.name not in PRODUCTS:
+            return None
+        elif producer.primitive is prims.dot_general_p:
+            contracted, _ = jaxprs.param(producer, "dimension_numbers")
+            pairs = zip(producer.invars, contracted, strict=True)
+            over_rows.add(any(d in rows.dims(x) for x, dims in pairs for d in dims))
+    return terms if len(over_rows) <= 1 else None
+
+
+def bind_padded(
+    eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]
+) -> jax.Array | None:
+    """Returns the result of an equation, padded to ``shape``; None for an equation without a
+    rule."""
+    rule = _RULES.get(eqn.primitive)
+    operands = None if rule is None else rule(eqn, values, shape)
+    return None if operands is None else jaxprs.bind(eqn, operands)[0]
+
+
+def _product(eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
+    """Pads a product's operands: the result has the batch dimensions first, then the free ones of
+    each side."""
+    (left, right), batch = jaxprs.param(eqn, "dimension_numbers")
+    contracted, sizes = (left, right), list(shape)
+    batch_sizes = [sizes.pop(0) for _ in batch[0]]
+    operands = []
+    for x, over, along in zip(values, contracted, batch, strict=True):
+        padded_shape = list(x.shape)
+        for d, size in zip(along, batch_sizes, strict=True):
+            padded_shape[d] = size
+        for d in range(x.ndim):
+            if d not in over and d not in along:
+                padded_shape[d] = sizes.pop(0)
+        operands.append(pad(x, padded_shape))
+    return operands
+
+
+def _sum(eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
+    (x,), sizes = values, list(shape)
+    axes = jaxprs.param(eqn, "axes")
+    return [pad(x, [n if d in axes else sizes.pop(0) for d, n in enumerate(x.shape)])]
+
+
+def _lookup(
+    eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]
+) -> list[jax.Array] | None:
+    """Pads the operands of an equation that adds windows of rows to a table. None if padding could
+    receive a window that the unpadded table drops or moves, or if a batch of tables would be
+    padded, as each has its own indices."""
+    if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
+        return None
+    table, indices, rows = values
+    numbers = jaxprs.param(eqn, "dimension_numbers")
+    rowwise = {*numbers.inserted_window_dims}  # an index beyond the table then adds to padding
+    columns = [d for d in range(table.ndim) if d not in {*rowwise, *numbers.operand_batching_dims}]
+    padded_shape = list(rows.shape)
+    for d, at in zip(columns, numbers.update_window_dims, strict=True):
+        if rows.shape[at] == table.shape[d]:
+            padded_shape[at] = shape[d]
+            rowwise.add(d)
+    if any(shape[d] != table.shape[d] for d in range(table.ndim) if d not in rowwise):
+        return None
+    return [pad(table, shape), indices, pad(rows, padded_shape)]
+
+
+_RULES = {prims.dot_general_p: _product, prims.reduce_sum_p: _sum, prims.scatter_add_p: _lookup}

@@ -1,7 +1,7 @@
 """Transfers of parameters from host memory, where they are used, and of gradients to it.
 
 In a loop over layers, forward and backward, a layer's parameters are fetched one iteration ahead,
-while the previous layer runs (:mod:`zerojax.collectives.ahead`). A layer's gradients are sent to
+while the previous layer runs (:mod:`zerojax.collectives.prefetch`). A layer's gradients are sent to
 the host in the iteration that computes them. The residuals of a rematerialised block in a loop
 (:mod:`zerojax.collectives.residuals`) move in both directions.
 """

@@ -13,8 +13,8 @@ backward pass without any differentiation rule.
 
 :class:`Inserter` runs the equations; :mod:`zerojax.collectives.scans` runs loops over stacks, and
 :mod:`zerojax.collectives.gathering` gathers and reduces. What is gathered or reduced where is
-decided before a program runs (:mod:`zerojax.collectives.program_decisions`) or before a loop runs
-(:mod:`zerojax.collectives.loop_decisions`).
+decided before a program runs (:mod:`zerojax.collectives.decide`) or before a loop runs
+(:mod:`zerojax.collectives.decide`).
 """
 
 from __future__ import annotations
@@ -29,30 +29,26 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import (
-    convolutions,
-    copies,
+    decide,
     decisions,
     gradients,
-    held,
-    in_place,
     lookups,
-    loop_decisions,
-    minibatches,
     order,
+    own_rows,
     partial_sums,
-    program_decisions,
     propagate,
     residuals,
-    wanted,
+    sharded_products,
+    target_specs,
 )
+from zerojax.collectives.decide import ProgramDecisions
 from zerojax.collectives.gathering import Replacements, Scope, Thresholds, is_sharded, plain
 from zerojax.collectives.host import Host, on_host
+from zerojax.collectives.narrow import arrived, copy_of_result, like, narrow_of, travelling
+from zerojax.collectives.order import Window
 from zerojax.collectives.partial_sums import PartialSum
-from zerojax.collectives.program_decisions import ProgramDecisions
 from zerojax.collectives.scans import Scans
 from zerojax.collectives.shard import Gathering, HostStack, Narrow, ReducedGradient, Shard
-from zerojax.collectives.widening import arrived, like, narrow_of, travelling
-from zerojax.collectives.window import Window
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
@@ -78,7 +74,7 @@ class Inserter(Scans):
       away: the fewest elements per device of a residual of a rematerialised block in a loop that
         waits in host memory for the backward pass; None keeps all residuals on the device.
       overlap: whether loops gather one iteration ahead and reduce one iteration later, and gathers
-        outside loops wait for the window, see :mod:`zerojax.collectives.window`.
+        outside loops wait for the window, see :mod:`zerojax.collectives.order`.
       sent: the formats in which parameters and gradients are sent.
       thresholds: the sizes on which decisions depend.
     """
@@ -132,7 +128,7 @@ class Inserter(Scans):
             host=host,
             window=window,
             row_dims=rows or RowDimensions(),
-            behind=defers_reductions,
+            defers=defers_reductions,
         )
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
         if not self.left and residuals.some_stay(jaxprs.open_jaxpr(closed)[0]):
@@ -153,7 +149,7 @@ class Inserter(Scans):
         ``scope`` is the scope in which the program runs, ``want`` as for :meth:`__call__`.
         """
         jaxpr, consts = jaxprs.open_jaxpr(closed)
-        decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
+        decided = decide.decide_program(jaxpr, args, want, self, scope, self.smallest)
         scope.used_unsharded |= decided.used_unsharded
         env: dict[Atom, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
@@ -174,13 +170,13 @@ class Inserter(Scans):
                     or decided.places(eqn)
                     or scope.replaces(eqn)
                     or gradients.at_one_index(eqn)
-                    or convolutions.has_rows_for_groups(eqn, scope.row_dims, self.devices)
+                    or own_rows.has_rows_for_groups(eqn, scope.row_dims, self.devices)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
                     outs = self._equation(eqn, values, scope, decided)
                 else:
                     outs = jaxprs.bind(eqn, values)
-                    at = minibatches.rows_at(eqn, scope.row_dims) if scope.of_step else None
+                    at = own_rows.rows_at(eqn, scope.row_dims) if scope.of_step else None
                     outs = outs if at is None else [self.by_rows(outs[0], at)]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
@@ -197,22 +193,24 @@ class Inserter(Scans):
         if eqn.primitive in jaxprs.CALLS:
             return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
         if eqn.primitive is prims.scan_p:
-            return self.scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), decided.leaving)
+            return self.scan(
+                eqn, values, scope, target_specs.of_scan_body(eqn, wants), decided.leaving
+            )
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
         if marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.SHARD):
             return jaxprs.bind(eqn, [plain(values[0])])
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
-        if convolutions.has_rows_for_groups(eqn, scope.row_dims, self.devices):
+        if own_rows.has_rows_for_groups(eqn, scope.row_dims, self.devices):
             if eqn.primitive is prims.conv_general_dilated_p:
                 unsharded = self.gather_all(values, scope)
-                return [convolutions.on_own_rows(eqn, unsharded, self.mesh)]
+                return [own_rows.on_own_rows(eqn, unsharded, self.mesh)]
             return self._branch(eqn, values, scope)
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         if gradients.at_one_index(eqn):
             values[0] = lax.optimization_barrier(values[0])
-        if wanted.passes(eqn, wants, self.mesh) and eqn.outvars[0] not in decided.added_up:
+        if target_specs.passes(eqn, wants, self.mesh) and eqn.outvars[0] not in decided.added_up:
             return jaxprs.bind(eqn, values)
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
@@ -274,7 +272,7 @@ class Inserter(Scans):
         if isinstance(first, Shard) and (spec := propagate.forward(eqn, first.spec, self.mesh)):
             return self._on_shards(eqn, values, spec)
         if eqn.primitive is prims.sharding_constraint_p and (
-            wanted.spec_of(eqn) == layout.without(shards[0].spec, self.axis)
+            target_specs.spec_of(eqn) == layout.without(shards[0].spec, self.axis)
         ):
             return shards  # flax unboxes a parameter with the user's spec
         if name == "optimization_barrier":
@@ -283,7 +281,7 @@ class Inserter(Scans):
             return list(map(arrived, values, map(like, inputs, outs)))
         if (rows := lookups.look_up(eqn, values, self, scope)) is not None:
             return [rows]
-        if (product := in_place.multiply(eqn, values, self, scope)) is not None:
+        if (product := sharded_products.multiply(eqn, values, self, scope)) is not None:
             return [product]
         outs = jaxprs.bind(eqn, self.gather_all(values, scope))
         if scope.window is not None:
@@ -293,7 +291,7 @@ class Inserter(Scans):
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        gathered = copies.follow(eqn, values, self.axis, self.thresholds.small)
+        gathered = copy_of_result(eqn, values, self.axis, self.thresholds.small)
         narrow = None
         if isinstance(values[0], Shard) and (source := values[0].gathering.narrow) is not None:
             if source.is_cast and propagate.follows(eqn):
@@ -369,7 +367,7 @@ class Inserter(Scans):
         if eqn.primitive is prims.while_p:
             return self._while(eqn, values, scope)
         # A branch that trains gathers within: that branch may need all of the memory.
-        gathers_before = self.keep and not loop_decisions.trains(eqn)
+        gathers_before = self.keep and not decide.trains(eqn)
         index, *operands = self._gathered(values, scope) if gathers_before else values
         specs: list[set[Spec]] = [set() for _ in eqn.outvars]
         within = self._within(eqn, scope)
@@ -383,7 +381,7 @@ class Inserter(Scans):
     def _within(self, eqn: Equation, scope: Scope) -> Callable[[], Scope]:
         """Returns a constructor of the scope of a branch or an iteration. A branch or loop that
         contains a complete backward pass is a step of its own."""
-        trains = loop_decisions.trains(eqn)
+        trains = decide.trains(eqn)
         return functools.partial(scope.inner, of_step=trains, share=self.share or not trains)
 
     def _closed(
@@ -410,7 +408,7 @@ class Inserter(Scans):
         each iteration needs unsharded are gathered before the loop."""
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
+        updated = {} if self.lanes_on_axis else decide.find_updated(eqn, values, self)
         specs = [updated.get(i) for i in range(len(values) - b)]
         start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
         consts = self._gathered(values[:b], scope) if self.keep else values[:b]
@@ -419,7 +417,7 @@ class Inserter(Scans):
         def closed(
             jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
         ) -> Callable[[Sequence[jax.Array]], list[Any]]:
-            needed = held.decide(jaxpr, consts, self.mesh, self.thresholds.held)
+            needed = decide.find_constants(jaxpr, consts, self.mesh, self.thresholds.held)
             consts = self.held(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:

@@ -1,20 +1,23 @@
-"""The order of the backward pass, for XLA's scheduler.
+"""The order of collectives: barriers, and the window of gathers outside loops.
 
-Nothing in the backward pass depends on a parameter's gradient, so XLA may defer all gradients to
-its end, and then keeps the activations of every layer for them. The dependences added here keep a
-block from starting before the gradients of an earlier block exist.
+XLA may gather all parameters of an unrolled model at the beginning of the program, since no gather
+depends on other work; then all of them are unsharded in memory at the same time. So each gather
+waits for a product with parameters that were used some time before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from zerojax.collectives.shard import ReducedGradient, Shard
+from zerojax.devices.mesh import axis_size, batch_devices, sequence_size
+from zerojax.plan import layout
 
 
 def hold_until(
@@ -89,3 +92,89 @@ def impossible(x: jax.Array) -> jax.Array:
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     magnitude = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
     return (lax.bitcast_convert_type(x, unsigned) & magnitude) > magnitude
+
+
+AHEAD = 100_000_000
+"""Elements of parameters between a use and the gathers that wait for it: half a layer of a 7B
+model, twice DeepSpeed's default of ``stage3_prefetch_bucket_size``. With fewer elements, the
+products are too short to hide the gathers."""
+
+
+class _Use(NamedTuple):
+    """The number of elements of the parameters used, and the equation's result, rows first."""
+
+    elements: int
+    result: jax.Array
+
+
+class Window:
+    """The uses of parameters in a program, in order.
+
+    Args:
+      mesh: The devices.
+      axis: The axis over which parameters, the rows of a batch, and their tokens are sharded; it
+        spans all devices of the mesh.
+      ahead: The elements of parameters between a use and the gathers that wait for it.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str, ahead: int) -> None:
+        self._mesh, self._axis, self._ahead = mesh, axis, ahead
+        self._parts = batch_devices(mesh), sequence_size(mesh)
+        self._uses: list[_Use] = []
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis: str, ahead: int = AHEAD) -> Window | None:
+        """Returns a window; None if other axes shard the rows or the computed arrays."""
+        return cls(mesh, axis, ahead) if axis_size(mesh, axis) == mesh.size else None
+
+    def used(
+        self, shards: Sequence[Shard], results: Sequence[object], rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Records that an equation has used unsharded parameters, its results, and the dimensions
+        along which each has rows."""
+        if not shards or len(results) != 1 or 0 not in rows[0]:
+            return
+        (result,) = results
+        if not isinstance(result, jax.Array) or not jnp.issubdtype(result.dtype, jnp.floating):
+            return
+        # [rows, ...], or [rows, tokens, ...] if devices share the tokens of a row.
+        if result.ndim > (2 if self._parts[1] > 1 else 1) and result.size:
+            self._uses.append(_Use(sum(x.value.size for x in shards), result))
+
+    def after(self, shard: Shard) -> jax.Array:
+        """Returns a shard's array that depends on the latest use at least ``ahead`` elements back.
+
+        Each device waits for an element of its own rows, so that the wait sends nothing. Rows that
+        the devices do not divide are on all of them.
+        """
+        remaining, result = self._ahead, None
+        for use in reversed(self._uses):
+            remaining -= use.elements
+            if remaining < 0:
+                result = use.result
+                break
+        dims = layout.dimensions(shard.spec, self._axis)
+        if result is None or len(dims) != 1 or shard.spec[dims[0]] != self._axis:
+            return shard.value
+        n, (at,), shape = self._mesh.size, dims, shard.value.shape
+        if shape[at] % n:
+            return shard.value
+        first = self._first(result)
+        first = lax.optimization_barrier(first)
+        wait = lax.broadcast_in_dim(impossible(first), (n, shape[at] // n), (0,)).reshape(shape[at])
+        wait = lax.with_sharding_constraint(wait, layout.sharding(self._mesh, (self._axis,)))
+        delayed = jnp.where(
+            lax.broadcast_in_dim(wait, shape, (at,)), jnp.zeros_like(shard.value), shard.value
+        )
+        return lax.with_sharding_constraint(delayed, layout.sharding(self._mesh, shard.spec))
+
+    def _first(self, result: jax.Array) -> jax.Array:
+        """Returns one element from each device of an array sharded by rows, or by rows and
+        tokens; a single one if devices do not divide them."""
+        rows, shared = self._parts
+        if result.shape[0] % rows or (shared > 1 and result.shape[1] % shared):
+            return jnp.broadcast_to(result[(0,) * result.ndim], (rows * shared,))
+        if shared == 1:
+            return result[(slice(None), *(0,) * (result.ndim - 1))].reshape(rows, -1)[:, 0]
+        tokens = result[(slice(None), slice(None), *(0,) * (result.ndim - 2))]
+        return tokens.reshape(rows, tokens.shape[0] // rows, shared, -1)[:, 0, :, 0].reshape(-1)

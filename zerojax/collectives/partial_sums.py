@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.collectives import in_place, propagate
+from zerojax.collectives import propagate, sharded_products
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.reduction import (
     add_up,
@@ -178,7 +178,7 @@ def row_sum_of(
     shape = eqn.outvars[0].aval.shape
     if not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
         return None
-    if in_place.find(eqn, in_place.RESULT, spec, gatherer) is not None:
+    if sharded_products.find(eqn, sharded_products.RESULT, spec, gatherer) is not None:
         return None
     cuts = _cuts_of(eqn, rows, gatherer.mesh)
     return None if cuts is None else RowSum(eqn, cuts, spec, after)

@@ -1,33 +1,108 @@
-"""Loops over stacks, run on sharded values: their operands, carries, prefetches and results."""
+"""Loops over stacks, run on sharded values: their operands, carries, prefetches and results.
+
+A loop whose iterations gather for the next one and reduce for the previous one has nothing to
+gather in its last iteration, and nothing to reduce in its first. These two run outside the loop: in
+it, one layer too many would be gathered, and one reduced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from zerojax.collectives import decisions, iterations, loop_decisions
-from zerojax.collectives.ahead import PrefetchedStacks
-from zerojax.collectives.behind import DeferredReductions
-from zerojax.collectives.entries import Entries
-from zerojax.collectives.filled import GatheredStacks
+from zerojax.collectives import decide, decisions
+from zerojax.collectives.carried_sums import CarriedSums
+from zerojax.collectives.deferred import DeferredReductions
 from zerojax.collectives.gathering import Gatherer, Scope, plain
 from zerojax.collectives.host import send_to_host, unpadded
-from zerojax.collectives.loops import Sums
+from zerojax.collectives.prefetch import PrefetchedStacks
 from zerojax.collectives.shard import (
     Gathering,
     HostGradient,
     HostStack,
+    MovedStack,
     Shard,
     moved_stack,
 )
+from zerojax.collectives.stacks import GatheredStacks, LoopStacks
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, PyTree
+
+
+def peeled_scan(
+    body: Callable[..., tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree,
+    *,
+    length: int,
+    reverse: bool,
+    unroll: int,
+    peel: bool,
+) -> tuple[PyTree, PyTree]:
+    """Runs ``lax.scan`` on stacks some of which are a :class:`MovedStack`.
+
+    Args:
+      body: ``body(carry, entries)`` returns the next carry and the entries of the results.
+      init: The first carry.
+      xs: The stacks.
+      length, reverse, unroll: See ``lax.scan``.
+      peel: Whether the first and the last of at least two iterations run outside the loop, the last
+        as ``body(carry, entries, last=True)``. The first and the last carry may then have another
+        structure than those between iterations.
+    """
+    leaves, tree = jax.tree.flatten(xs)
+    moved = {i: x for i, x in enumerate(leaves) if isinstance(x, MovedStack)}
+    others = [x for i, x in enumerate(leaves) if i not in moved]
+    if not moved and not peel:
+        return lax.scan(body, init, xs, length=length, reverse=reverse, unroll=unroll)
+
+    def entries(index: jax.Array | int, others: Sequence[jax.Array]) -> PyTree:
+        unmoved = iter(others)
+        layers = [
+            moved[i].layer(index) if i in moved else next(unmoved) for i in range(len(leaves))
+        ]
+        return jax.tree.unflatten(tree, layers)
+
+    if not peel:
+        return lax.scan(
+            lambda carry, at: body(carry, entries(*at)),
+            init,
+            (jnp.arange(length), others),
+            reverse=reverse,
+            unroll=unroll,
+        )
+
+    def run(state: PyTree, index: jax.Array | int, **end: bool) -> tuple[PyTree, PyTree]:
+        carry, stacks = state
+        sliced = [lax.dynamic_index_in_dim(x, index, keepdims=False) for x in others]
+        carry, ys = body(carry, entries(index, sliced), **end)
+        if stacks is None:
+            stacks = jax.tree.map(partial(_zeros, length), ys)
+        put = partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return carry, jax.tree.map(put, stacks, ys)
+
+    first, *between, last = reversed(range(length)) if reverse else range(length)
+    state = run((init, None), first)
+    if between:
+        indices = jnp.asarray(between)
+        state, _ = lax.scan(lambda s, i: (run(s, i), None), state, indices, unroll=unroll)
+    return run(state, last, last=True)
+
+
+def _zeros(length: int, entry: jax.Array) -> jax.Array:
+    """Returns a stack of zeros for entries like ``entry``, in the same memory."""
+    zero = jnp.zeros((), entry.dtype)
+    if jax.typeof(entry).memory_space == jax.memory.Space.Host:
+        zero = send_to_host(zero)
+    return lax.broadcast(zero, (length, *entry.shape))
 
 
 class Scans(Gatherer):
@@ -77,19 +152,19 @@ class Scans(Gatherer):
         a, n = jaxprs.scan_counts(eqn)
         values = [scope.as_filled(v) for v in values]
         moved = [moved_stack(x) for x in values[a + n :]]
-        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
+        updated = {} if self.lanes_on_axis else decide.find_updated(eqn, values, self)
         known = self.all_known(values, scope)
         values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
-        prefetch = self.overlap and not self.keep
-        decided = loop_decisions.decide(
-            eqn, values, want, self, scope, updated=updated, prefetch=prefetch
+        prefetches = self.overlap and not self.keep
+        decided = decide.decide_loop(
+            eqn, values, want, self, scope, updated=updated, prefetches=prefetches
         )
         self.layers.append(decided.layer)
         sums, kept = decided.sums, decided.carried
         # A gradient may start from the shard of an earlier one, to which the loop only adds.
         updated = {i: spec for i, spec in updated.items() if i in kept}
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
-        consts = self.held(decided.held, consts, scope, values)
+        consts = self.held(decided.constants, consts, scope, values)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             given = [plain(start[i]) if i in updated else start[i] for i in kept]
             carry = self.gather_all(given, scope)
@@ -100,12 +175,12 @@ class Scans(Gatherer):
         if updated:
             xs = [self.by_rows(x, 1) for x in xs]  # see minibatches
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-        entries = Entries(
+        entries = LoopStacks(
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
         )
-        ahead = PrefetchedStacks(eqn, entries.read, decided.ahead, self)
-        behind = DeferredReductions(eqn, want[n:], decided.behind, self)
-        filling = GatheredStacks(xs, decided.filled, ahead)
+        prefetching = PrefetchedStacks(eqn, entries.read, decided.prefetched, self)
+        deferring = DeferredReductions(eqn, want[n:], decided.deferred, self)
+        filling = GatheredStacks(xs, decided.filled, prefetching)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         sent_specs: dict[int, Spec | None] = {}
@@ -118,21 +193,23 @@ class Scans(Gatherer):
         def body(state: PyTree, at: PyTree, *, last: bool = False) -> tuple[PyTree, PyTree]:
             (carry, totals, come, given), (index, indices, rest, rounded) = state, at
             with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
-                coming = [] if last else ahead.read(index)
+                coming = [] if last else prefetching.read(index)
             with self.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
-                reduced = behind.reduced(behind.hold(given, ahead.last(coming)))
-            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.unsharded(come))
-            current = dict(zip(kept, ahead.hold(carry, coming), strict=True))
+                reduced = deferring.reduced(deferring.hold(given, prefetching.last(coming)))
+            sliced = entries.operands(
+                prefetching.merged(come, rest), rounded, prefetching.unsharded(come)
+            )
+            current = dict(zip(kept, prefetching.hold(carry, coming), strict=True))
             carried = self.carried([current.get(i) for i in range(n)], updated)
             # An iteration that updates the state is a separate step.
             share = self.share or not updated
             inner_scope = scope.inner(
-                behind.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
+                deferring.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
             )
             with self.ledger.place(decisions.LOOP):
                 outs = self.run(jaxpr, (*consts, *carried, *sliced), inner_scope, decided.want)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
-            given, outs = behind.passed(given, reduced, outs, indices)
+            given, outs = deferring.passed(given, reduced, outs, indices)
             ys = outs[m:]
             for i, spec in enumerate(want[n:]):
                 y = plain(ys[i])
@@ -152,10 +229,10 @@ class Scans(Gatherer):
             return (new_carry, totals, coming, given), (ys, filling.layers(come))
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _, given), (ys, gathered) = iterations.scan(
+        (carry, totals, _, given), (ys, gathered) = peeled_scan(
             body,
-            (carry, zeros, ahead.first(), behind.first()),
-            (ahead.order(), behind.order(), ahead.rest(), entries.rounded),
+            (carry, zeros, prefetching.first(), deferring.first()),
+            (prefetching.order(), deferring.order(), prefetching.rest(), entries.rounded),
             length=length,
             reverse=reverse,
             unroll=jaxprs.param(eqn, "unroll"),
@@ -168,7 +245,7 @@ class Scans(Gatherer):
 
         scope.filled |= {id(pair[0]): pair for pair in filling.filled(gathered)}
         with self.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
-            finished = behind.finished(given)
+            finished = deferring.finished(given)
 
         def stacked(i: int, y: PyTree) -> object:
             if i in finished:
@@ -215,7 +292,7 @@ class Scans(Gatherer):
 
     def _summed(
         self,
-        sums: Sums,
+        sums: CarriedSums,
         totals: Sequence[jax.Array],
         start: Sequence[Shard | jax.Array],
         scope: Scope,

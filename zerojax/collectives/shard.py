@@ -21,7 +21,7 @@ class MovedStack:
     An all-gather concatenates the devices' shards, so that the dimension along which a parameter is
     sharded comes first in memory. A loop expects its layers one after another. In between XLA would
     transpose the full stack, and hold it twice. Instead a loop takes each layer from the stack in
-    the layout of the all-gather, see :mod:`zerojax.collectives.iterations`.
+    the layout of the all-gather, see :mod:`zerojax.collectives.scans`.
 
     Attributes:
       value: [d, L, ...] for a stack [L, ..., d, ...].
@@ -68,7 +68,7 @@ class UnshardedCopy(NamedTuple):
 
     Attributes:
       array: The copy, in the dtype of the shard or rounded to a narrower one, see
-        :mod:`zerojax.collectives.kept`.
+        :mod:`zerojax.collectives.gather_once`.
       stack: The array in the layout that a loop reads, see :class:`MovedStack`.
     """
 
@@ -85,7 +85,7 @@ class Gathering:
         without the shard axis.
       quantized: Whether the shard is sent quantized, in low-bit blocks.
       by_loop: Whether the first loop over the stack gathers it, layer by layer, and keeps the
-        layers, see :mod:`zerojax.collectives.filled`.
+        layers, see :mod:`zerojax.collectives.stacks`.
       narrow: The shard in a narrower dtype that is gathered in its place.
     """
 

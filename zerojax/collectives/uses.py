@@ -12,14 +12,14 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.collectives import in_place, lookups, propagate, wanted
+from zerojax.collectives import lookups, propagate, sharded_products, target_specs
+from zerojax.collectives.carried_sums import wider
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.loops import wider
-from zerojax.collectives.widening import widens_integers
+from zerojax.collectives.narrow import widens_integers
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS, SLICES
+from zerojax.graph.primitives import BRANCHES, CAST, ELEMENTWISE, LABELS, REDUCTIONS, SLICES
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -27,7 +27,6 @@ from zerojax.trace import marks
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
-CAST = "convert_element_type"
 _NOT_SURE = BRANCHES | {"concatenate"}
 _Dtypes = frozenset[np.dtype]
 _NONE: _Dtypes = frozenset()
@@ -145,7 +144,7 @@ class Uses:
         if name == "optimization_barrier":
             return of_result(i, spec)
         if eqn.primitive is prims.sharding_constraint_p:
-            is_unsharded = wanted.spec_of(eqn) == layout.without(spec, self._axis)
+            is_unsharded = target_specs.spec_of(eqn) == layout.without(spec, self._axis)
             return of_result(0, spec) if is_unsharded else own_dtype
         if propagate.follows(eqn) and i == 0:
             moved = spec if name in LABELS else propagate.forward(eqn, spec, self._mesh)
@@ -159,7 +158,7 @@ class Uses:
     def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
             return lookups.spec_by_rows(eqn, spec, self._gatherer, self._rows) is not None
-        stays = in_place.find(eqn, i, spec, self._gatherer) is not None
+        stays = sharded_products.find(eqn, i, spec, self._gatherer) is not None
         return stays or eqn.primitive.name in _NOT_SURE
 
     def _in_loop(self, eqn: Equation, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:

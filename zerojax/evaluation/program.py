@@ -13,7 +13,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from zerojax.accumulation.symbolic import TracedRows
-from zerojax.collectives import Inserter, kept
+from zerojax.collectives import Inserter, gather_once
 from zerojax.collectives.gathering import Thresholds
 from zerojax.collectives.host import Fetchable
 from zerojax.devices.mesh import batch_devices, micro_batch_devices
@@ -316,7 +316,7 @@ class EvaluationProgram:
             for i, (x, leaf) in enumerate(zip(values, self._leaves, strict=True))
         ]
         entered = enter(self._inserter, self._plan, self._leaves, given, self._reader)
-        state = kept.gather(*entered, self._inserter)
+        state = gather_once.gather(*entered, self._inserter)
         if execution.division is None:
             if (filled := execution.filled) is not None:
                 batch = jax.tree.map(lambda x: filled.without_copies(x) if x.ndim else x, batch)

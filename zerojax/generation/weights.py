@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from zerojax.collectives import Inserter, Shard, kept
+from zerojax.collectives import Inserter, Shard, gather_once
 from zerojax.collectives.gathering import Thresholds
 from zerojax.collectives.shard import Gathering
 from zerojax.devices.mesh import SEQUENCE, batch_axes, zero_axis
@@ -126,7 +126,7 @@ def entered(
         )
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
-    return kept.gather(values, kept.by_plan(values, inserter), inserter)
+    return gather_once.gather(values, gather_once.by_plan(values, inserter), inserter)
 
 
 def on_host(shards: Sequence[NamedSharding | None]) -> bool:

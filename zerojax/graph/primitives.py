@@ -4,6 +4,8 @@ Rules that treat primitives alike use a family of this module, so that one searc
 primitive finds all that zerojax knows of it.
 """
 
+CAST = "convert_element_type"
+
 COPIES = frozenset({"copy", "copy_p"})
 
 LABELS = COPIES | {"name", "sharding_constraint"}

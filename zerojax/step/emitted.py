@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from zerojax.collectives import decisions, wanted
+from zerojax.collectives import decisions, target_specs
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.ledger import Ledger
 from zerojax.devices.mesh import STAGE
@@ -118,7 +118,7 @@ class EmittedOperations:
         marked = producer is not None and marks.is_mark(
             self._program.operations[producer].eqn, marks.GRADIENT
         )
-        return wanted.spec_of(op.eqn) if marked else None
+        return target_specs.spec_of(op.eqn) if marked else None
 
     def _partial(self, at: int) -> bool:
         """Returns whether each device has a partial sum as operand of an operation. Otherwise each

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.collectives import Inserter, Shard, kept
+from zerojax.collectives import Inserter, Shard, gather_once
+from zerojax.collectives.gather_once import KeptGather
 from zerojax.collectives.host import unpadded
-from zerojax.collectives.kept import KeptGather
 from zerojax.collectives.shard import Gathering
 from zerojax.offload.disk_params import DiskParam, ParamReader
 from zerojax.plan.places import DEVICE, DISK
@@ -42,8 +42,9 @@ def enter(
 ) -> BodyArrays:
     """Returns a field of the state in the form that the inserter takes, each array from its place.
 
-    This function gathers secondary shards (hpZ); :func:`zerojax.collectives.kept.gather` gathers
-    the other arrays that are gathered once a step.
+    This function gathers secondary shards (hpZ);
+    :func:`zerojax.collectives.gather_once.gather` gathers the other arrays that are gathered once a
+    step.
 
     Args:
       inserter: Runs the body.
@@ -76,7 +77,7 @@ def enter(
     # With `share` one gather serves all uses.
     live_paths = plan.live.paths if not inserter.share else ()
     live_indices = [i for i, leaf in enumerate(leaves) if leaf.path in live_paths]
-    return BodyArrays(entered, kept.by_plan(entered, inserter, live_indices, field))
+    return BodyArrays(entered, gather_once.by_plan(entered, inserter, live_indices, field))
 
 
 def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, PyTree]) -> BodyArrays:

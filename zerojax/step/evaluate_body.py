@@ -13,7 +13,7 @@ import optax
 from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
-from zerojax.collectives import kept
+from zerojax.collectives import gather_once
 from zerojax.collectives.host import Host
 from zerojax.collectives.matrices import with_matrices
 from zerojax.devices.mesh import STAGE
@@ -113,12 +113,12 @@ def evaluate_body(
     at = setting.layout.axis if k == 1 else 0
     dims = [at if x.ndim > at else None for x in rows]
     row_dims = RowDimensions.of_program(closed, [*[None] * (len(given) - len(rows)), *dims])
-    choices = kept.decide(closed, given, choices, setting.inserter, row_dims, fill=fill)
+    choices = gather_once.decide(closed, given, choices, setting.inserter, row_dims, fill=fill)
     # Gradients that go to host memory are sent where they are produced.
     specs = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
 
     # Emit the step with its collectives.
-    given = kept.gather(given, choices, setting.inserter)
+    given = gather_once.gather(given, choices, setting.inserter)
     if k > 1:
         several = given_batch if setting.function.form.several else ()
         roles = roles_of(body.name, start, batch, shapes, several)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
-from zerojax.collectives import Inserter, Shard, kept
+from zerojax.collectives import Inserter, Shard, gather_once
 from zerojax.devices.mesh import same_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -113,7 +113,7 @@ def enter_arguments(
     """Returns the shards of the arrays that are sharded like parameters, by ``id`` of the array."""
     chosen = [(x, spec) for x, spec in zip(arrays, specs, strict=True) if spec is not None]
     shards = [Shard(x, spec) for x, spec in chosen]
-    shards = kept.gather(shards, kept.by_plan(shards, inserter), inserter)
+    shards = gather_once.gather(shards, gather_once.by_plan(shards, inserter), inserter)
     return {id(x): shard for (x, _), shard in zip(chosen, shards, strict=True)}
 
 

@@ -225,7 +225,7 @@ def _no_init(params: PyTree) -> NoReturn:
 
 
 def as_gradients(tree: PyTree) -> PyTree:
-    """Marks the leaves of a tree as gradients, for :mod:`zerojax.collectives.wanted`."""
+    """Marks the leaves of a tree as gradients, for :mod:`zerojax.collectives.target_specs`."""
     return mark(tree, GRADIENT)
 
 

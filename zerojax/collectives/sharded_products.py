@@ -148,7 +148,7 @@ def find_gradients(
 
     Args:
       jaxpr: An open jaxpr.
-      wants: See :func:`zerojax.collectives.wanted.trace_back`.
+      wants: See :func:`zerojax.collectives.target_specs.trace_back`.
       gatherer: Reduces gradients.
     """
     products = graph_of(jaxpr).named("dot_general")

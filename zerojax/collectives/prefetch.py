@@ -5,7 +5,7 @@ all-gather whose result it uses. So each iteration receives the unsharded parame
 and gathers those of the next layer while it computes. This holds one more layer.
 
 A loop that gathers, or that reduces gradients one iteration later, runs its last iteration outside,
-where it reads nothing ahead, see :mod:`zerojax.collectives.iterations`. In a loop that only reads
+where it reads nothing ahead, see :mod:`zerojax.collectives.scans`. In a loop that only reads
 ahead from host memory the last iteration fetches its own entries again; the result is unused.
 """
 
@@ -39,7 +39,7 @@ class PrefetchedStacks:
 
     Args:
       eqn: The scan.
-      xs: The stacks, along the first dimension, see :class:`zerojax.collectives.entries.Entries`. A
+      xs: The stacks, along the first dimension, see :class:`zerojax.collectives.stacks.Entries`. A
         :class:`Shard` or :class:`HostStack` in host memory is prefetched.
       dtypes: By position, the dtypes of the stacks that are gathered ahead, see :func:`decide`.
       gatherer: Gathers parameters.
@@ -143,7 +143,7 @@ def decide(
       gatherer: Gathers parameters.
       rows: The dimensions along which rows of the batch lie.
       gathers: Whether all parameters on the devices are gathered ahead; otherwise only those that
-        the loop gathers and stacks, see :mod:`zerojax.collectives.filled`.
+        the loop gathers and stacks, see :mod:`zerojax.collectives.stacks`.
     """
     uses = Uses(gatherer, rows, surely=True)
     dtypes = {

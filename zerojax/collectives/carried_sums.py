@@ -23,10 +23,10 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
-from zerojax.collectives.held import MOST, SAME_ELEMENTS
+from zerojax.collectives.gathering import MOST
 from zerojax.devices.mesh import axis_size
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import COPIES, REARRANGES
+from zerojax.graph.primitives import COPIES, LABELS, LINEAR, REARRANGES
 from zerojax.graph.regions import regions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -34,6 +34,8 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
 _MOVES = COPIES | REARRANGES | {"neg"}
+SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
+"""Primitives of one operand that keep or round its elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class Term(NamedTuple):
         return root
 
 
-class Sums:
+class CarriedSums:
     """The carried values of a scan that the loop only adds to.
 
     They are the gradients of the scan's constants, in the form in which JAX computes them. A

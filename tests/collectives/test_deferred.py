@@ -13,7 +13,7 @@ from jaxprs import equations
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
-from zerojax.collectives.ahead import LEAST
+from zerojax.collectives.prefetch import LEAST
 from zerojax.devices.mesh import zero_axis
 from zerojax.graph.rows import RowDimensions
 from zerojax.xla import jaxprs

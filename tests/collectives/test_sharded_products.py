@@ -15,7 +15,7 @@ from jaxprs import gathers
 
 import zerojax
 from benchmarks.plain import plain_jit
-from zerojax.collectives import Inserter, Shard, in_place
+from zerojax.collectives import Inserter, Shard, sharded_products
 from zerojax.collectives.gathering import Gatherer, Thresholds
 from zerojax.graph.rows import RowDimensions
 from zerojax.hlo.traffic import collectives
@@ -55,7 +55,7 @@ def product(rows: tuple[int, ...], weight: tuple[int, int]) -> Equation:
 def test_the_bytes_decide(
     rows: tuple[int, ...], weight: tuple[int, int], spec: Any, sent: int | None
 ) -> None:
-    found = in_place.find(product(rows, weight), 1, spec, gatherer())
+    found = sharded_products.find(product(rows, weight), 1, spec, gatherer())
     assert (None if found is None else found.sent) == sent
 
 
@@ -70,8 +70,8 @@ def test_the_bytes_decide(
 )
 def test_other_ways_to_send_weights_keep_theirs(keywords: Any) -> None:
     eqn = product((512,), (4096, 8192))
-    assert in_place.find(eqn, 1, COLUMNS, gatherer()) is not None
-    assert in_place.find(eqn, 1, COLUMNS, gatherer(**keywords)) is None
+    assert sharded_products.find(eqn, 1, COLUMNS, gatherer()) is not None
+    assert sharded_products.find(eqn, 1, COLUMNS, gatherer(**keywords)) is None
 
 
 Params = Mapping[str, jax.Array]

@@ -14,8 +14,8 @@ from jax import lax
 from jaxprs import Move, gathers
 
 import zerojax
-from zerojax.collectives import Inserter, Shard, kept
-from zerojax.collectives.ahead import LEAST
+from zerojax.collectives import Inserter, Shard, gather_once
+from zerojax.collectives.prefetch import LEAST
 from zerojax.graph.rows import RowDimensions
 from zerojax.xla.unused import without_unused
 
@@ -32,10 +32,10 @@ def in_micro_batches(function: Callable[..., Any], spec: Any) -> Callable[..., A
     def run(w: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(function)(w, x[0])
         args = [Shard(inserter.constrain(w, spec), spec), x[0]]
-        how = kept.decide(
-            closed, args, kept.by_plan(args, inserter), inserter, RowDimensions(), fill=False
+        how = gather_once.decide(
+            closed, args, gather_once.by_plan(args, inserter), inserter, RowDimensions(), fill=False
         )
-        given, _ = kept.gather(args, how, inserter)
+        given, _ = gather_once.gather(args, how, inserter)
         return lax.scan(lambda _, x: (None, inserter(closed, [given, x])), None, x)[1]
 
     return run
@@ -189,8 +189,8 @@ def decided(
     inserter = Inserter(MESH, "data", keep=keep)
     closed = jax.make_jaxpr(function)(w, x)
     given = [Shard(inserter.constrain(w, spec), spec), x]
-    how = kept.decide(
-        closed, given, kept.by_plan(given, inserter), inserter, RowDimensions(), fill=fill
+    how = gather_once.decide(
+        closed, given, gather_once.by_plan(given, inserter), inserter, RowDimensions(), fill=fill
     )
     return closed, given, how, inserter
 
@@ -198,7 +198,7 @@ def decided(
 def over_stack(function: Callable[..., Any], spec: Any, fill: bool) -> Callable[..., Any]:
     def run(w: Any, x: Any) -> Any:
         closed, given, how, inserter = decided(function, spec, w, x, fill=fill)
-        return inserter(closed, kept.gather(given, how, inserter))
+        return inserter(closed, gather_once.gather(given, how, inserter))
 
     return run
 

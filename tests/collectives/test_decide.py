@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from collectives.test_loops import MESH, ROWS, STACK, N, weight
-from collectives.test_loops import layers as layers_over_time
+from collectives.test_carried_sums import MESH, ROWS, STACK, N, weight
+from collectives.test_carried_sums import layers as layers_over_time
 from jax import lax
 
-from zerojax.collectives import Shard, held, loops
+from zerojax.collectives import Shard, carried_sums, decide
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
 
@@ -21,7 +21,7 @@ LAYERS = (4, N, N)
 def is_held(function: Callable[..., Any], spec: Any, *shapes: tuple[int, ...]) -> bool:
     """Whether a body that takes a constant first needs it unsharded; the rest is carried."""
     jaxpr = jax.make_jaxpr(function)(*(weight(*shape) for shape in shapes), 0)
-    return held.decide(jaxpr, [Shard(weight(*shapes[0]), spec)], MESH) == {0}
+    return decide.find_constants(jaxpr, [Shard(weight(*shapes[0]), spec)], MESH) == {0}
 
 
 def test_what_an_iteration_needs() -> None:
@@ -63,4 +63,4 @@ def test_the_gradient_of_a_layer_stays_in_its_stack(dimensions: int, stacks: boo
     *_, loop = graph_of(jaxprs.open_jaxpr(closed)[0]).named("scan")
     specs = [(None,) * (v.aval.ndim - 1) + ("data",) if v.aval.shape == shape else None
              for v in loop.outvars]  # fmt: skip
-    assert bool(loops.Sums(loop, specs).stacks) is stacks
+    assert bool(carried_sums.CarriedSums(loop, specs).stacks) is stacks

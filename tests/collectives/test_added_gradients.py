@@ -1,6 +1,6 @@
 """Which gradients are added up before they are reduced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -9,20 +9,27 @@ import pytest
 from jaxprs import Spec, abstract
 
 import zerojax
-from zerojax.collectives import adjacent, wanted
+from zerojax.collectives import gradients, target_specs
+from zerojax.graph.rows import RowDimensions
 
 MESH = zerojax.mesh()
 SPEC: Spec = ("data", None)
 
 
 def sums(
-    function: Callable[..., Any], *shapes: tuple[int, ...], of_layer: bool = False
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    batch: Collection[int] = (1,),
+    of_layer: bool = False,
 ) -> tuple[int, int]:
-    """How many sums are reduced, and how many products go into them."""
+    """How many sums are reduced, and how many products go into them; ``batch`` has the positions of
+    the arguments with rows."""
     jaxpr = jax.make_jaxpr(function)(*abstract(*shapes)).jaxpr
     outs = [SPEC if v.aval.shape[0] > 1 else None for v in jaxpr.outvars]
-    wants = wanted.trace_back(jaxpr, outs, MESH)
-    found = adjacent.sums(jaxpr, wants, MESH, of_layer=of_layer)
+    wants = target_specs.trace_back(jaxpr, outs, MESH)
+    dims = [0 if i in batch else None for i in range(len(shapes))]
+    rows = RowDimensions.of_program(jaxpr, dims)
+    found = gradients.find_sums(jaxpr, wants, MESH, rows, of_layer=of_layer)
     products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     return len(found.reduced), sum(e.outvars[0] in found.added for e in products)
 
@@ -42,7 +49,7 @@ def test_a_use_on_other_rows_is_not_added_before() -> None:
         return jnp.sum(jnp.tanh((x @ w) @ (table @ w).T))
 
     assert sums(jax.grad(scores), (16, 8), (4, 16), (5, 16)) == (0, 0)
-    assert sums(jax.grad(scores), (16, 8), (4, 16), (4, 16)) == (1, 2)
+    assert sums(jax.grad(scores), (16, 8), (4, 16), (4, 16)) == (0, 0)  # of as many positions
 
 
 def test_a_padded_gradient_is_reduced_where_it_is_made() -> None:
@@ -59,7 +66,7 @@ def test_few_gradients_wait_for_others_that_are_made_far_apart(
     def tower(ws: Any, x: Any) -> Any:
         for w in ws:
             x = x @ w
-            for _ in range(adjacent.NEAR):
+            for _ in range(gradients.NEAR):
                 x = jnp.tanh(x)
         return jnp.sum(x)
 
@@ -68,6 +75,6 @@ def test_few_gradients_wait_for_others_that_are_made_far_apart(
         return tower(ws, x) + tower(ws, y)
 
     grads = jax.grad(both, argnums=tuple(range(towers)))
-    assert sums(grads, *[(16, 16)] * towers, (4, 16), (4, 16)) == found
-    inputs = (4, 16), (4, 16)
-    assert sums(grads, *[(16, 16)] * towers, *inputs, of_layer=True) == (towers, 2 * towers)
+    shapes, batch = [*[(16, 16)] * towers, (4, 16), (4, 16)], (towers, towers + 1)
+    assert sums(grads, *shapes, batch=batch) == found
+    assert sums(grads, *shapes, batch=batch, of_layer=True) == (towers, 2 * towers)

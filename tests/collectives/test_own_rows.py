@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import zerojax
-from zerojax.collectives import convolutions
+from zerojax.collectives import own_rows
 from zerojax.graph.rows import RowDimensions, whole
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -122,6 +122,6 @@ def test_which_have_rows_for_groups(
 ) -> None:
     along = zip(eqn.invars, dims, strict=True)
     rows = RowDimensions({v: whole(v.aval.shape, [] if d is None else [d]) for v, d in along})
-    found = convolutions.has_rows_for_groups(eqn, rows, 8)
+    found = own_rows.has_rows_for_groups(eqn, rows, 8)
     assert found == is_one
-    assert not convolutions.has_rows_for_groups(eqn, rows, 1)
+    assert not own_rows.has_rows_for_groups(eqn, rows, 1)

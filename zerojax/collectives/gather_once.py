@@ -3,24 +3,33 @@
 At stages 1 and 2 these are all parameters; at stage 3 small arrays, and those for which
 ``stage3_max_live_parameters`` leaves room. The plan selects them (:func:`by_plan`), the step's
 trace determines their form (:func:`decide`), and :func:`gather` gathers them.
+
+Small arrays (the scale of a norm, a bias, see :func:`zerojax.plan.rule.is_small`) are gathered
+together, by one all-gather for all of a dtype: a collective has a fixed cost regardless of its
+size. They are concatenated in one matrix with a row per device, gathered, and split again. Between
+steps they stay sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
-from zerojax.collectives import decisions, many
-from zerojax.collectives.ahead import gathered_dtype
+from zerojax.collectives import decisions
 from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.ledger import Ledger
+from zerojax.collectives.prefetch import gathered_dtype
 from zerojax.collectives.shard import MovedStack, Shard
 from zerojax.collectives.uses import Reader, Uses, readers
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
+from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr
@@ -36,7 +45,7 @@ class KeptGather(NamedTuple):
         gathered; None for its dtype. flax casts a module's float32 parameters to its ``dtype``
         where they are used: with the cast after the gather, the gather would send and hold float32.
       by_loop: Whether the first loop over the stack of layers gathers it, one layer ahead, and
-        stacks what it has gathered, see :mod:`zerojax.collectives.filled`.
+        stacks what it has gathered, see :mod:`zerojax.collectives.stacks`.
       first: The dimension of a stack of layers that comes first once it is gathered, if only loops
         read the stack, see :class:`zerojax.collectives.shard.MovedStack`; None for an unchanged
         order.
@@ -144,7 +153,7 @@ def gather(args: Sequence[Any], kept: Sequence[KeptGather | None], gatherer: Gat
     for field in dict.fromkeys(field for field in fields if field is not None):
         small = [i for i, other in enumerate(fields) if other == field]
         with gatherer.ledger.place(decisions.ENTRY, "small arrays are gathered together"):
-            copies = many.gather_together(
+            copies = gather_together(
                 [args[i] for i in small], gatherer.mesh, gatherer.constrain, gatherer.ledger
             )
         for i, copy in zip(small, copies, strict=True):
@@ -169,3 +178,48 @@ def _gathered(x: Shard, how: KeptGather, gatherer: Gatherer) -> Shard:
     if how.first is None:
         return x.with_copy(copy)
     return x.with_copy(jnp.moveaxis(copy, 0, how.first), MovedStack(copy, how.first))
+
+
+def gather_together(
+    shards: Sequence[Shard],
+    mesh: Mesh,
+    constrain: Callable[[jax.Array, Spec], jax.Array],
+    ledger: Ledger | None = None,
+) -> list[jax.Array]:
+    """Gathers shards, by one all-gather for all shards of a dtype and axis.
+
+    Args:
+      shards: Shards of any shapes and dtypes, each small by :func:`zerojax.plan.rule.is_small`.
+      mesh: The devices.
+      constrain: Constrains an array to a spec.
+      ledger: Records the gathers, if given.
+    """
+    ledger = Ledger(mesh) if ledger is None else ledger
+    arrays = [shard.value for shard in shards]
+    kinds = [(shard.value.dtype, next(filter(None, shard.spec))) for shard in shards]
+    for kind in dict.fromkeys(kinds):
+        chosen, (_, axis) = [i for i, each in enumerate(kinds) if each == kind], kind
+        devices = layout.parts(axis, mesh)
+        dims = [shards[i].spec.index(axis) for i in chosen]
+        # The shards are constrained to their specs first, else XLA may move a cast past the gather.
+        pinned = [constrain(arrays[i], shards[i].spec) for i in chosen]
+        rows = [_to_rows(x, dim, devices) for x, dim in zip(pinned, dims, strict=True)]
+        matrix = constrain(jnp.concatenate(rows, axis=1), (axis, None))
+        with ledger.gathers(matrix, (axis, None), (None, None)):
+            matrix = constrain(matrix, (None, None))
+        start = 0
+        for i, row, dim in zip(chosen, rows, dims, strict=True):
+            block = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)
+            # Without a barrier XLA's layout differs from that of a parameter gathered separately.
+            arrays[i] = lax.optimization_barrier(_from_rows(block, arrays[i].shape, dim))
+            start += row.shape[1]
+    return arrays
+
+
+def _to_rows(x: jax.Array, dim: int, devices: int) -> jax.Array:
+    return jnp.moveaxis(x, dim, 0).reshape(devices, -1)
+
+
+def _from_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
+    moved = shape[dim], *shape[:dim], *shape[dim + 1 :]
+    return jnp.moveaxis(rows.reshape(moved), 0, dim)

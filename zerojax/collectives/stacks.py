@@ -1,16 +1,25 @@
-"""The shards that a loop takes entry by entry, and those that it stacks."""
+"""The stacks of layers that a loop reads and computes, some of them shards.
+
+Parameters that stay gathered (at stages 1 and 2, and at stage 3 those of
+``stage3_max_live_parameters``) could be gathered before the step begins, where nothing hides the
+gathers. A stack of layers that the forward loop reads layer by layer is gathered by that loop
+instead, one layer ahead, see :mod:`zerojax.collectives.prefetch`; the loop stacks the gathered
+layers for the backward loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.collectives.gathering import is_sharded, plain
-from zerojax.collectives.shard import Gathering, MovedStack, Shard, UnshardedCopy
-from zerojax.collectives.widening import narrowest, widened, widenings
+from zerojax.collectives.narrow import narrowest, widened, widenings
+from zerojax.collectives.prefetch import PrefetchedStacks
+from zerojax.collectives.shard import FilledStack, Gathering, MovedStack, Shard, UnshardedCopy
 from zerojax.plan.layout import Spec
 
 
@@ -24,7 +33,7 @@ class _Form(NamedTuple):
     quantized: bool
 
 
-class Entries:
+class LoopStacks:
     """The stacks that a loop reads and computes, some of them shards.
 
     A stack that was widened is read in its narrow dtype, and widened entry by entry. A result that
@@ -57,7 +66,7 @@ class Entries:
     ) -> list[Shard | jax.Array]:
         """Returns one iteration's operands, from its entries of ``read`` and ``rounded``, and from
         the entries that were prefetched, with None for the others; see
-        :class:`zerojax.collectives.ahead.PrefetchedStacks`."""
+        :class:`zerojax.collectives.prefetch.PrefetchedStacks`."""
         self._gathered_entries = list(zip(rounded, self._xs, strict=True))
         self._brief = any(x is not None for x in ahead)
         known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]
@@ -98,3 +107,40 @@ def _as_read(x: object) -> jax.Array | MovedStack | None:
     if not isinstance(x, Shard) or x.gathered is None or not x.is_rounded:
         return None
     return x.gathered.array if x.gathered.stack is None else x.gathered.stack
+
+
+class GatheredStacks:
+    """The stacks that a loop gathers and stacks.
+
+    Args:
+      xs: The stacks that the loop reads.
+      dimensions: By position of a stack that the loop gathers, the dimension along which the stack
+        is sharded.
+      ahead: The stacks that the loop reads ahead.
+    """
+
+    def __init__(
+        self,
+        xs: Sequence[Any],
+        dimensions: Mapping[int, int],
+        ahead: PrefetchedStacks,
+    ) -> None:
+        self._ahead, self._dimensions, self._xs = ahead, dimensions, xs
+
+    def layers(self, come: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the layers that an iteration stacks: those that the previous one has gathered
+        for it, in the layout of the collective."""
+        if not self._dimensions:
+            return []
+        unsharded = self._ahead.unsharded(come)
+        chosen = [(x, d) for i, d in self._dimensions.items() if (x := unsharded[i]) is not None]
+        return [jnp.moveaxis(x, d - 1, 0) for x, d in chosen]
+
+    def filled(self, stacks: Sequence[jax.Array]) -> list[tuple[Shard, Shard]]:
+        """Returns each shard with its gathered version, from the layers that all iterations have
+        stacked."""
+        pairs = []
+        for (i, d), stack in zip(self._dimensions.items(), stacks, strict=True):
+            moved, x = FilledStack(stack, d), self._xs[i]
+            pairs.append((x, x.with_copy(moved.unsharded, moved).with_gathering(by_loop=False)))
+        return pairs

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import abstract, the
 
 import zerojax
-from zerojax.collectives import wanted
+from zerojax.collectives import target_specs
 from zerojax.trace.marks import GRADIENT
 from zerojax.xla import jaxprs
 
@@ -23,7 +23,7 @@ def reached(function: Callable[..., Any], *shapes: tuple[int, ...], spec: Any = 
     closed = jax.make_jaxpr(function)(*abstract(*shapes))
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     outs = [spec] + [None] * (len(jaxpr.outvars) - 1)
-    wants = wanted.trace_back(jaxpr, outs, MESH)
+    wants = target_specs.trace_back(jaxpr, outs, MESH)
     made = [(e.primitive.name, wants[v]) for e in jaxpr.eqns for v in e.outvars if v in wants]
     return made, wants, jaxpr
 
@@ -49,13 +49,13 @@ def backward_scan(jaxpr: Any) -> Any:
 def test_a_stack_cut_along_its_layers_is_not_cut_within_the_loop() -> None:
     _, wants, jaxpr = reached(jax.grad(stacked), (8, 16, 16), (4, 16), spec=("data", None, None))
     _, n = jaxprs.scan_counts(backward_scan(jaxpr))
-    assert not any(wanted.of_scan_body(backward_scan(jaxpr), wants)[n:])
+    assert not any(target_specs.of_scan_body(backward_scan(jaxpr), wants)[n:])
 
 
 def test_the_spec_of_a_constraint_that_leaves_a_dimension_to_xla() -> None:
     left = NamedSharding(MESH, PartitionSpec(PartitionSpec.UNCONSTRAINED, "data"))
     jaxpr = jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, left))(*abstract((8, 8)))
-    assert wanted.spec_of(the(jaxpr, "sharding_constraint")) == (None, "data")
+    assert target_specs.spec_of(the(jaxpr, "sharding_constraint")) == (None, "data")
 
 
 def test_a_gradients_own_constraint_has_the_axes_that_zero_takes_as_one() -> None:
@@ -66,5 +66,5 @@ def test_a_gradients_own_constraint_has_the_axes_that_zero_takes_as_one() -> Non
         return lax.with_sharding_constraint(checkpoint_name(x, GRADIENT), placed)
 
     jaxpr = jax.make_jaxpr(step)(jnp.ones((8, 8))).jaxpr
-    wants = wanted.trace_back(jaxpr, [None], mesh)
+    wants = target_specs.trace_back(jaxpr, [None], mesh)
     assert wants[jaxpr.eqns[0].outvars[0]] == (None, "data+seq")

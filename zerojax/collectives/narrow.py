@@ -14,8 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.collectives.loops import wider
-from zerojax.collectives.shard import Narrow, Shard
+from zerojax.collectives import propagate
+from zerojax.collectives.carried_sums import wider
+from zerojax.collectives.gathering import is_gathered
+from zerojax.collectives.shard import HostStack, Narrow, Shard, UnshardedCopy
+from zerojax.graph.primitives import CAST
+from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
@@ -137,3 +141,34 @@ def _from_codes(shard: Shard) -> Narrow:
     source = _from_codes(step.shard)
     equations = source.equations + step.equations
     return Narrow(source.shard, lambda x: step.widen(source.widen(x)), equations)
+
+
+def copy_of_result(
+    eqn: Equation, values: Sequence[object], axis: str, most: int
+) -> UnshardedCopy | None:
+    """Returns the unsharded copy of the result of an equation on shards and scalars; None if it is
+    unknown.
+
+    A cast or a change of layout of a gathered shard is repeated on its unsharded copy; so is every
+    equation on parameters of at most ``most`` elements. Other equations are not repeated: their
+    results are gathered, and their operands need not be.
+    """
+    shard, name = values[0], eqn.primitive.name
+    rounded = shard.gathered if isinstance(shard, Shard) and shard.is_rounded else None
+    if name == CAST and rounded is not None and rounded.array.dtype == eqn.outvars[0].aval.dtype:
+        return rounded
+    small = all(
+        _is_number(v) or (is_gathered(v) and is_small(v.value.shape, v.spec, axis, most))
+        for v in values
+    )
+    follows = propagate.follows(eqn)
+    copies = [unsharded_of(v) if isinstance(v, Shard) else v for v in values]
+    if copies[0] is None and follows and rounded is not None:
+        copies[0] = rounded.array
+    if copies[0] is None or not (small or follows or name == CAST):
+        return None
+    return UnshardedCopy(jaxprs.bind(eqn, copies)[0])
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Shard | HostStack) and not jnp.ndim(value)

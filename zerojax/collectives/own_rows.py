@@ -1,8 +1,12 @@
-"""Convolutions with a group for each row of the batch, run by each device on its own rows.
+"""Equations that each device runs on its own rows, where XLA's partitioner would not.
 
 The gradient of a convolution for each row, by ``jax.vmap`` of ``jax.grad``, is one convolution
 whose groups are the rows. If the groups are sharded over devices, XLA's partitioner computes wrong
 numbers for it, or builds a program that XLA's verifier rejects.
+
+XLA would replicate rows that a program takes by index, and every device would compute on all of
+them. A loop of updates over minibatches [n, rows, ...] shards the rows of each, see
+:meth:`zerojax.collectives.gathering.Gatherer.by_rows`.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.graph.primitives import READS
 from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains, runs_regions
 from zerojax.xla import jaxprs
@@ -77,3 +82,17 @@ def _groups(eqn: Equation) -> tuple[str, int]:
     if jaxprs.param(eqn, name) == 1:
         name = "batch_group_count"
     return name, jaxprs.param(eqn, name)
+
+
+def rows_at(eqn: Equation, rows: RowDimensions) -> int | None:
+    """Returns the dimension of a result along which it has some of the rows of its operand; None if
+    the equation takes no rows.
+
+    Args:
+      eqn: An equation of the update.
+      rows: The dimensions along which rows of the batch lie.
+    """
+    if eqn.primitive.name not in READS or jaxprs.is_transposed(eqn):
+        return None
+    taken = rows.dims(eqn.outvars[0])
+    return taken[0] if taken and rows.dims(eqn.invars[0]) else None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.collectives.uneven import bind_padded
+from zerojax.collectives.gradients import bind_padded
 from zerojax.xla import jaxprs
 
 pytestmark = pytest.mark.usefixtures("in_float64")

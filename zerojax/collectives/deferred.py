@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives import order, propagate
-from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
+from zerojax.collectives.prefetch import LEAST
 from zerojax.collectives.reduction import pin_to_devices
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.graph.def_use import graph_of

@@ -13,8 +13,8 @@ from jax import lax
 from jaxprs import Spec, equations, gathers
 
 import zerojax
-from zerojax.collectives import Inserter, Shard, kept
-from zerojax.collectives.ahead import LEAST
+from zerojax.collectives import Inserter, Shard, gather_once
+from zerojax.collectives.prefetch import LEAST
 from zerojax.graph.rows import RowDimensions
 from zerojax.xla import jaxprs
 
@@ -155,10 +155,15 @@ def test_not_what_stays_gathered(dtype: str) -> None:
         inserter = Inserter(MESH, "data", keep=False)
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
         given = [Shard(inserter.constrain(ws, SPEC), SPEC), x]
-        how = kept.decide(
-            closed, given, kept.by_plan(given, inserter, [0]), inserter, RowDimensions(), fill=False
+        how = gather_once.decide(
+            closed,
+            given,
+            gather_once.by_plan(given, inserter, [0]),
+            inserter,
+            RowDimensions(),
+            fill=False,
         )
-        return tuple(inserter(closed, kept.gather(given, how, inserter)))
+        return tuple(inserter(closed, gather_once.gather(given, how, inserter)))
 
     arrays = jnp.zeros((LAYERS, 512, 512)), jnp.zeros((8, 512))
     found = gathers(jax.make_jaxpr(run)(*arrays))

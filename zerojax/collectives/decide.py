@@ -1,0 +1,309 @@
+"""Decisions on a program and on a loop, taken before the first of their equations runs on shards.
+
+The step, a function that it calls, a branch, and one iteration of a loop are separate programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives as prims
+from jax.sharding import Mesh
+
+from zerojax.collectives import (
+    deferred,
+    gradients,
+    prefetch,
+    propagate,
+    residuals,
+    sharded_products,
+    target_specs,
+)
+from zerojax.collectives.carried_sums import SAME_ELEMENTS, CarriedSums
+from zerojax.collectives.gathering import MOST, Gatherer, Scope, is_sharded
+from zerojax.collectives.narrow import narrowest
+from zerojax.collectives.partial_sums import RowSum
+from zerojax.collectives.shard import Shard
+from zerojax.collectives.uses import used_unsharded
+from zerojax.graph.def_use import graph_of
+from zerojax.graph.reach import DEPENDS
+from zerojax.graph.regions import Region, regions
+from zerojax.graph.search import contains
+from zerojax.plan import layout
+from zerojax.plan.layout import Spec
+from zerojax.plan.rule import is_small
+from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramDecisions:
+    """The decisions on one program.
+
+    Attributes:
+      wants: By variable, the spec of the shard of each gradient, and of each value of which one is
+        computed. Terms that are added up before they are reduced are left out.
+      added_up: The gradients that are reduced once they are added up.
+      leaving: The stacks that wait in host memory for the backward pass.
+      in_place: By variable, the product of which each device computes its own shard of a gradient.
+      used_unsharded: By ``id``, the shards among the arguments that a use other than a lookup needs
+        unsharded.
+    """
+
+    wants: Mapping[Atom, Spec]
+    added_up: set[Atom]
+    leaving: set[Atom]
+    in_place: Mapping[Atom, sharded_products.Product]
+    used_unsharded: set[int]
+
+    def places(self, eqn: Equation) -> bool:
+        """Returns whether an equation has a result that is a gradient, or from which a gradient is
+        computed, or that is sent to host memory."""
+        return any(v in self.wants or v in self.leaving for v in eqn.outvars)
+
+
+def decide_program(
+    jaxpr: Jaxpr,
+    args: Sequence[object],
+    want: Sequence[Spec | None],
+    gatherer: Gatherer,
+    scope: Scope,
+    smallest: int | None,
+) -> ProgramDecisions:
+    """Decides how a program runs on shards.
+
+    Args:
+      jaxpr: The program, an open jaxpr.
+      args: Its arguments, some of them a :class:`zerojax.collectives.shard.Shard`.
+      want: For each result the spec of its shard if it is a gradient; None for others. May be empty
+        if no result is a gradient.
+      gatherer: Gathers parameters and reduces gradients.
+      scope: The scope in which the program runs.
+      smallest: The fewest elements, on all devices together, of a block's residual that waits in
+        host memory; None keeps all residuals on the devices.
+    """
+    mesh = gatherer.mesh
+    wants = target_specs.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh)
+    products = sharded_products.find_gradients(jaxpr, wants, gatherer)
+    sums = gradients.find_sums(
+        jaxpr, wants, mesh, scope.row_dims, of_layer=scope.of_layer, in_place=products.keys()
+    )
+    wants = {v: spec for v, spec in wants.items() if v not in sums.added}
+    shards = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
+    needed = used_unsharded(jaxpr) if shards else frozenset()
+    return ProgramDecisions(
+        wants=wants,
+        added_up=sums.reduced,
+        leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
+        in_place=products,
+        used_unsharded={id(x) for v, x in shards.items() if v in needed},
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LoopDecisions:
+    """The decisions on one loop. Positions count from the first operand, or result, of a kind:
+    constants, carried values, stacks.
+
+    Attributes:
+      sums: The carried values that are added up on each device and reduced after the loop.
+      carried: Positions of the other carried values.
+      updated: By position of a carried value, the spec of its shard, for state that an iteration
+        changes: the loop carries shards, and each iteration gathers the state that it needs.
+      constants: Positions of the constants that are gathered before the loop.
+      gathered: Positions of the stacks that are gathered before the loop: a stack that is sharded
+        along its layers cannot be gathered layer by layer.
+      prefetched: By position of a stack, the dtype in which its layers are gathered one iteration
+        ahead.
+      filled: By position of a stack, its sharded dimension, for those that the loop gathers and
+        stacks for later loops.
+      deferred: By position of a stack of gradients, the sum that is reduced one iteration later.
+      layer: Bytes of the parameters gathered ahead, or of the gradients reduced one iteration
+        later, whichever are more.
+      of_layer: Whether an iteration is one layer, whose gradients are stacked.
+      want: For each result of an iteration the spec of its shard if it is a gradient; None for
+        others.
+    """
+
+    sums: CarriedSums
+    carried: Sequence[int]
+    updated: Mapping[int, Spec]
+    constants: set[int]
+    gathered: set[int]
+    prefetched: Mapping[int, jnp.dtype]
+    filled: Mapping[int, int]
+    deferred: Mapping[int, RowSum]
+    layer: int
+    of_layer: bool
+    want: Sequence[Spec | None]
+
+    @property
+    def peels(self) -> bool:
+        """True if the first and the last iteration run outside the loop, see
+        :mod:`zerojax.collectives.scans`."""
+        return bool(self.prefetched or self.deferred)
+
+
+def decide_loop(
+    eqn: Equation,
+    values: Sequence[object],
+    want: Sequence[Spec | None],
+    gatherer: Gatherer,
+    scope: Scope,
+    *,
+    updated: Mapping[int, Spec],
+    prefetches: bool,
+) -> LoopDecisions:
+    """Decides how a loop runs on shards.
+
+    Args:
+      eqn: The scan.
+      values: Its operands, some of them a :class:`Shard`.
+      want: For each result the spec of an entry's shard if it is a gradient; None for others.
+      gatherer: Gathers parameters and reduces gradients.
+      scope: The scope that contains the loop.
+      updated: See :func:`find_updated`.
+      prefetches: Whether the loop gathers parameters one iteration ahead.
+    """
+    a, n = jaxprs.scan_counts(eqn)
+    consts, xs = values[:a], values[a + n :]
+    sums = CarriedSums(eqn, want[:n], gatherer.thresholds.held)
+    carried = [i for i in range(n) if i not in sums.terms]
+    # A loop that carries other gradients runs over micro-batches, and each iteration gathers.
+    remaining = [i for i in carried if i not in sums.stacks and i not in updated]
+    gradient_specs = [spec for i in remaining if (spec := want[i]) is not None]
+    over_micro_batches = any(is_sharded(spec, gatherer.axis) for spec in gradient_specs)
+    jaxpr = jaxprs.param(eqn, "jaxpr")
+    gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
+    read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
+    has_stacks = any(want[n:]) or bool(sums.stacks)
+    prefetched = prefetch.decide(eqn, read, gatherer, scope.row_dims, gathers=prefetches)
+    later = deferred.decide(eqn, want[n:], gatherer, scope.row_dims) if scope.defers else {}
+    stacks = [v.aval for v in eqn.outvars[n:]]
+    stacked_bytes = (
+        sum(eqn.invars[a + n + i].aval.size * d.itemsize for i, d in prefetched.items()),
+        sum(stacks[i].size * stacks[i].dtype.itemsize for i in later),
+    )
+    return LoopDecisions(
+        sums=sums,
+        carried=carried,
+        updated=updated,
+        constants=set()
+        if over_micro_batches
+        else find_constants(jaxpr, consts, gatherer.mesh, gatherer.thresholds.held),
+        gathered=gathered,
+        prefetched=prefetched,
+        filled={
+            i: layout.dimensions(x.spec, gatherer.axis)[0]
+            for i, x in enumerate(xs)
+            if i not in gathered and isinstance(x, Shard) and x.gathering.by_loop
+        },
+        deferred=later,
+        layer=max(stacked_bytes) // jaxprs.param(eqn, "length"),
+        of_layer=has_stacks and not any(want[i] for i in range(n) if i not in sums.stacks),
+        want=[*(updated.get(i, want[i]) for i in carried), *want[n:], *(None for _ in sums.roots)],
+    )
+
+
+def trains(eqn: Equation) -> bool:
+    """Returns whether a loop or a choice contains a complete backward pass."""
+    return not jaxprs.is_transposed(eqn) and contains(eqn, jaxprs.is_transposed)
+
+
+def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) -> dict[int, Spec]:
+    """Returns the specs of the large shards that a loop carries and changes, by position among the
+    carried values.
+
+    Args:
+      eqn: The scan or while loop.
+      values: Its operands, some of them a :class:`Shard`.
+      gatherer: Gathers parameters.
+    """
+    axis, small = gatherer.axis, gatherer.thresholds.small
+    *_, body = regions(eqn)
+    specs = {}
+    for i, (result, argument) in enumerate(body.carries):
+        x = values[body.operands[argument]]
+        if (
+            isinstance(x, Shard)
+            and is_sharded(x.spec, axis)
+            and not x.gathering.host
+            and not is_small(x.value.shape, x.spec, axis, small)
+            and body.jaxpr.outvars[result] is not body.jaxpr.invars[argument]
+        ):
+            specs[i] = x.spec
+    return specs
+
+
+def find_constants(
+    jaxpr: AnyJaxpr, consts: Sequence[object], mesh: Mesh, most: int = MOST
+) -> set[int]:
+    """Returns the positions of a loop's constants that are gathered before the loop: those that
+    each iteration needs unsharded; none if they exceed ``most`` elements.
+
+    Args:
+      jaxpr: The loop's body, or its condition.
+      consts: The constants, the body's first operands, some of them a :class:`Shard`.
+      mesh: The mesh of their specs.
+      most: The most elements that the loop holds.
+    """
+    specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
+    if all(spec is None for spec in specs):
+        return set()
+    opened, _ = jaxprs.open_jaxpr(jaxpr)
+    varies = DEPENDS.forward(opened, [i >= len(specs) for i in range(len(opened.invars))]).of
+    needed = {
+        i
+        for i, (v, spec) in enumerate(zip(opened.invars, specs, strict=False))
+        if spec is not None and _Needs(mesh).unsharded(opened, v, spec, varies)
+    }
+    return needed if sum(opened.invars[i].aval.size for i in needed) <= most else set()
+
+
+class _Needs(NamedTuple):
+    """The search for uses that need all of a constant at once, and not only layers, which the loop
+    or an inner loop takes one by one."""
+
+    mesh: Mesh
+
+    def unsharded(self, jaxpr: Jaxpr, v: Atom, spec: Spec, varies: Mapping[Atom, bool]) -> bool:
+        """Returns whether an open jaxpr needs all of ``v`` at once. ``varies`` is True for the
+        variables that differ between iterations."""
+        users = graph_of(jaxpr).users(v)
+        return any(self._by(jaxpr, *use, spec, varies) for use in users)
+
+    def _by(
+        self, jaxpr: Jaxpr, eqn: Equation, i: int, spec: Spec, varies: Mapping[Atom, bool]
+    ) -> bool:
+        """Returns whether an equation needs all of its operand ``i`` at once."""
+        if eqn.primitive.name in SAME_ELEMENTS:
+            moved = propagate.forward(eqn, spec, self.mesh)
+            return self.unsharded(jaxpr, eqn.outvars[0], spec if moved is None else moved, varies)
+        if eqn.primitive.name == "dynamic_slice":
+            is_layer = any(varies.get(v) for v in jaxprs.variables(eqn.invars[1:]))
+            is_layer = is_layer and eqn.invars[0].aval.ndim > 2
+            return not is_layer or propagate.forward(eqn, spec, self.mesh) is None
+        inner = regions(eqn) if eqn.primitive is prims.scan_p or jaxprs.bodies(eqn) else ()
+        return not inner or any(self._inside(each, eqn, i, spec, varies) for each in inner)
+
+    def _inside(
+        self, region: Region, eqn: Equation, i: int, spec: Spec, varies: Mapping[Atom, bool]
+    ) -> bool:
+        """Returns whether a program inside an equation needs all of the equation's operand ``i`` at
+        once."""
+        v = region.argument(i)
+        if v is None or any(argument == i for _, argument in region.carries):
+            return True
+        if region.is_entry(i):
+            return False
+        argument_varies = [
+            not isinstance(x, core.Literal) and varies.get(x, False)
+            for x in (eqn.invars[at] for at in region.operands)
+        ]
+        return self.unsharded(
+            region.jaxpr, v, spec, DEPENDS.forward(region.jaxpr, argument_varies).of
+        )

@@ -7,22 +7,17 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
 - Values: ``shard`` (parameters as shards, gradients reduced to shards), ``partial_sums`` (gradients
   not yet summed over the devices), ``host`` (arrays in host memory).
 - Sends: ``gathering`` (all-gathers, reduce-scatters, the scope of a gather), ``reduction``,
-  ``quantization``, ``many`` (small arrays in one all-gather).
-- Decisions before a program runs: ``program_decisions``, from ``wanted`` (target specs of
-  gradients, traced back to the equations that compute them), ``adjacent``, ``residuals``,
-  ``uses``.
-- Decisions before a loop runs: ``loop_decisions``, from ``loops`` (gradients reduced after the
-  loop), ``held`` (constants gathered before the loop), ``ahead`` (layers gathered one iteration
-  ahead), ``behind`` (gradients reduced one iteration later). ``scans`` runs the loop, with
-  ``entries``, ``filled``, ``iterations``.
-- Decisions at the entry of a step: ``kept``, with ``uses`` (the variables that a program needs
-  unsharded, and their dtypes).
-- Rules for one kind of equation: ``propagate`` (specs through moves), ``lookups``, ``in_place``
-  (products with weights that stay sharded), ``convolutions``, ``gradients``, ``uneven``,
-  ``copies``, ``widening``, ``minibatches``.
+  ``quantization``.
+- Decisions at the entry of a step: ``gather_once``, with ``uses`` (the variables that a program
+  needs unsharded, and their dtypes).
+- Decisions before a program or a loop runs: ``decide``, from ``target_specs`` (those of gradients,
+  traced back to the equations that compute them), ``residuals``, ``uses``, ``prefetch`` (layers
+  gathered one iteration ahead), ``deferred`` (gradients reduced one iteration later) and
+  ``carried_sums`` (gradients reduced after the loop). ``scans`` runs a loop, with ``stacks``.
+- Rules for one kind of equation: ``propagate`` (specs through moves), ``gradients``, ``lookups``,
+  ``sharded_products`` (products with weights that stay sharded), ``own_rows``, ``narrow``.
 - The optimizer's update: ``matrices`` (each device computes with some of the matrices).
-- Order of the program, for XLA: ``order``, ``window``. ``layer``: the size of a layer, for options
-  of XLA.
+- Order of the program, for XLA: ``order``.
 - Reports: ``decisions`` (one collective as data), ``ledger`` (the record of them).
 """
 

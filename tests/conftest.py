@@ -234,7 +234,7 @@ def in_processes() -> Iterator[Callable[..., list[Any]]]:
     given, and returns what each returned."""
     with contextlib.ExitStack() as pools:
 
-        def run(count: int, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+        def once(count: int, task: Callable[..., Any], *arguments: Any) -> list[Any]:
             port, environment = free_port(), dict(os.environ)
             pool = pools.enter_context(ProcessPoolExecutor(count, mp_context=fork_server()))
             begun = [
@@ -244,6 +244,18 @@ def in_processes() -> Iterator[Callable[..., list[Any]]]:
             results, seconds = zip(*[each.result() for each in begun], strict=True)
             OF_FORKED.extend(seconds)
             return [*results]
+
+        def run(count: int, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+            try:
+                return once(count, task, *arguments)
+            except jax.errors.JaxRuntimeError as error:
+                # Once, in CI, an all-gather of two processes waited in both until gloo's limit; 80
+                # runs of the same test on a loaded machine did not. A second group tells a rare
+                # stall of gloo from a program that always stalls.
+                if "Gloo" not in str(error):
+                    raise
+                print(f"{task.__name__} again in {count} processes, after: {error}", flush=True)
+                return once(count, task, *arguments)
 
         yield run
 

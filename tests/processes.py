@@ -20,6 +20,8 @@ from tiers import cpu_seconds
 
 from zerojax.launch.job import free_port
 
+STALL = "--xla_cpu_collective_timeout_seconds=240"
+
 
 def fork_server() -> ForkServerContext:
     """Returns the context whose processes have imported ``preloaded``; starts its server once."""
@@ -38,6 +40,8 @@ def take_environment(environment: Mapping[str, str]) -> None:
     """Gives this process the variables of the one that asked for it, and JAX what follows."""
     os.environ.clear()
     os.environ.update(environment)
+    # A stall ends after minutes, not after XLA's half an hour.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {STALL}"
     quick = environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
     jax.config.update("jax_disable_most_optimizations", quick)
 

@@ -132,13 +132,15 @@ class Window:
     ) -> None:
         """Records that an equation has used unsharded parameters, its results, and the dimensions
         along which each has rows."""
-        if not shards or len(results) != 1 or 0 not in rows[0]:
+        if not shards or len(results) != 1:
             return
         (result,) = results
         if not isinstance(result, jax.Array) or not jnp.issubdtype(result.dtype, jnp.floating):
             return
         # [rows, ...], or [rows, tokens, ...] if devices share the tokens of a row.
-        if result.ndim > (2 if self._parts[1] > 1 else 1) and result.size:
+        if result.ndim <= (2 if self._parts[1] > 1 else 1) or not result.size:
+            return
+        if 0 in rows[0] or result.shape[0] % self._parts[0]:
             self._uses.append(_Use(sum(x.value.size for x in shards), result))
 
     def after(self, shard: Shard) -> jax.Array:

@@ -85,6 +85,10 @@ class MatrixUpdate:
         full = [layout.full(spec, len(shape)) for spec, shape in zip(specs, shapes, strict=True)]
         return cls(gatherer, shapes, full)
 
+    def suits(self, closed: AnyJaxpr) -> bool:
+        """Returns whether an update, a closed jaxpr, computes with matrices."""
+        return any(contains(eqn, is_of_matrices) for eqn in jaxprs.open_jaxpr(closed)[0].eqns)
+
     def __call__(self, closed: AnyJaxpr, args: Sequence[jax.Array]) -> list[Any]:
         """Returns the results of the update, a closed jaxpr."""
         given = self._specs if [x.shape for x in args] == self._shapes else [None] * len(args)
@@ -94,8 +98,7 @@ class MatrixUpdate:
         self, closed: AnyJaxpr, args: Sequence[jax.Array], given: Sequence[Spec | None]
     ) -> list[Any]:
         """Runs an update, or a branch of one, on arguments with known or unknown specs."""
-        eqns = jaxprs.open_jaxpr(closed)[0].eqns
-        if not any(contains(eqn, is_of_matrices) for eqn in eqns):
+        if not self.suits(closed):
             return jaxprs.evaluate(closed, args, opens=lambda eqn: False)
         jaxpr, consts = jaxprs.open_jaxpr(jaxprs.without_calls(closed, _opens))
         specs = known_specs(jaxpr, given, self._gatherer.mesh)

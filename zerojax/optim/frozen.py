@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,15 @@ from zerojax.xla import compat, jaxprs
 from zerojax.xla.types import AnyJaxpr, PyTree
 from zerojax.xla.unused import used_arguments
 
-Run = Callable[[AnyJaxpr, Sequence[jax.Array]], list[Any]]
-"""Function that runs a closed jaxpr on its flat arguments."""
+
+class Run(Protocol):
+    """Runs updates in place of JAX."""
+
+    def suits(self, closed: AnyJaxpr) -> bool:
+        """Returns whether an update, a closed jaxpr, runs otherwise than under JAX."""
+
+    def __call__(self, closed: AnyJaxpr, args: Sequence[jax.Array]) -> list[Any]:
+        """Returns the results of an update for its flat arguments."""
 
 
 class TracedUpdate:
@@ -60,14 +67,15 @@ class TracedUpdate:
         """Returns the results of the update for these arguments.
 
         Args:
-          run: Runs the update's closed jaxpr on its flat arguments, in place of JAX.
+          run: Runs the update in place of JAX, if it suits.
         """
         leaves = jax.tree.leaves(args)
         if not all(isinstance(x, DynamicJaxprTracer) for x in leaves):
             return self._update(*args)  # eager calls skip compilation
         captures = len(leaves) < len(jaxprs.open_jaxpr(self._jaxpr)[0].invars)
+        run = run if run is not None and run.suits(self._jaxpr) else None
         if captures or (run is None and not self._has_muon):
-            return self._traced(*args)
+            return self._traced(*args)  # which JAX inlines faster than equation by equation
         shapes, tree = jax.tree.flatten(self._shapes)
         outs = zip((run or _evaluate)(self._jaxpr, leaves), shapes, strict=True)
         # A literal of the jaxpr is a number.

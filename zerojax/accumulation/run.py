@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,12 +25,12 @@ from zerojax.accumulation.roles import (
     refuse_statistics,
     warn_of_differences,
 )
-from zerojax.accumulation.split import Crossing, Split, split
+from zerojax.accumulation.split import ByPart, Crossing, Split, split
 from zerojax.accumulation.symbolic import Symbolic, TracedRows, UnevenError
 from zerojax.accumulation.traces import symbolic_program
 from zerojax.collectives import Inserter, Shard, target_specs
 from zerojax.collectives.decisions import AFTER_LOOP
-from zerojax.collectives.gathering import plain
+from zerojax.collectives.gathering import Replacements, plain
 from zerojax.collectives.reduction import add_up, is_quantized, of_all
 from zerojax.devices.mesh import REPLICA
 from zerojax.graph.rows import RowDimensions
@@ -41,6 +41,10 @@ from zerojax.xla.types import AnyJaxpr, Aval, PyTree
 
 Trace = Callable[[PyTree], tuple[AnyJaxpr, PyTree]]
 """Function from a batch to the jaxpr of the step, and the shapes of its results."""
+
+Arguments = Sequence[Any]
+"""Arguments of a step: leaves of the batch are [k, rows, ...], parameters in the form that the
+inserter takes."""
 
 _REMEDY = "Compute the same for any number of rows, or " + UNDIVIDED
 
@@ -196,9 +200,7 @@ class MicroBatches:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         return split(symbolic, analysis, rows, choices.first, stacked, carry, wants), analysis
 
-    def __call__(
-        self, args: Sequence[Any], replace: Mapping[str, Callable[[jax.Array], jax.Array]]
-    ) -> list[jax.Array]:
+    def __call__(self, args: Arguments, replace: Replacements) -> list[jax.Array]:
         """Runs the step.
 
         Args:
@@ -209,21 +211,48 @@ class MicroBatches:
         Returns:
           The step's results.
         """
-        split, inserter, k = self._split, self._inserter, self._k
-        micro_inserter = inserter if self._sharded else inserter.deferring_reductions()
-        micro_inserter = (
-            micro_inserter if self.lanes is None else micro_inserter.on_lanes(self.lanes.axes)
-        )
+        split = self._split
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
+        first = self._computed_first(args, rows, replace)
+        crossing, others = self._micro_batches(args, rows, first, replace)
+        # The rest of the step runs once, without the rows of the batch.
+        last = [x[-1] for x in others[: split.n_last]]
+        placeholders = [None if i in rows else x for i, x in enumerate(args)]
+        want = [self._want[i] for i in split.done]
+        given = [*placeholders, *first, *crossing, *last]
+        done = self._inserter(split.once, given, replace, want)
+        results = dict(zip(split.done, done, strict=True))
+        for each, x in zip(split.stacked, others[split.n_last :], strict=True):
+            results[each.position] = self._of_all(each, x)
+        return [results[i] for i in range(len(results))]
+
+    def _computed_first(
+        self, args: Arguments, rows: Sequence[int], replace: Replacements
+    ) -> list[jax.Array]:
+        """Returns the values that depend only on the batch, computed from the global batch;
+        ``rows`` has the positions of its arrays."""
+        if not self._split.first.outvars:
+            return []
+        args = list(args)
+        for i in rows:
+            args[i] = args[i].reshape(-1, *args[i].shape[2:])
+        first = self._split.first
+        return self._inserter(first, args, replace, rows=self._rows(first))
+
+    def _micro_batches(
+        self,
+        args: Arguments,
+        rows: Sequence[int],
+        first: Sequence[jax.Array],
+        replace: Replacements,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Runs the loop over micro-batches. Returns the reductions over all of them, and the other
+        results, stacked."""
+        split, inserter, n = self._split, self._inserter, len(self._split.crossing)
+        micro_inserter = inserter if self._sharded else inserter.deferring_reductions()
+        if self.lanes is not None:
+            micro_inserter = micro_inserter.on_lanes(self.lanes.axes)
         row_dims = self._rows(split.micro)
-        # The values that depend only on the batch are computed from the global batch.
-        first: list[jax.Array] = []
-        if split.first.outvars:
-            global_args = list(args)
-            for i in rows:
-                global_args[i] = args[i].reshape(-1, *args[i].shape[2:])
-            first = inserter(split.first, global_args, replace, rows=self._rows(split.first))
-        n = len(split.crossing)
         adding = [i for i, x in enumerate(split.crossing) if x.how == "sum"]
         specs = [x.spec for x in split.crossing]
         want = [*specs, *[None] * (len(split.micro.outvars) - n)]
@@ -259,7 +288,8 @@ class MicroBatches:
 
         zeros = [self._zero(split.crossing[i], split.micro.outvars[i].aval) for i in adding]
         start = [plain(args[i]) for i in split.carry], zeros
-        (_, sums), (combined, others) = lax.scan(micro, start, [args[i] for i in rows], length=k)
+        xs = [args[i] for i in rows]
+        (_, sums), (combined, others) = lax.scan(micro, start, xs, length=self._k)
         # The reductions over all micro-batches, in the order of `split.crossing`.
         totals, series = iter(sums), iter(combined)
         axes = (0,) if self.lanes is None else (0, 1)
@@ -269,21 +299,19 @@ class MicroBatches:
             else REDUCTIONS[x.how].over(next(series), axes)
             for x in split.crossing
         ]
-        # The rest of the step runs once, without the rows of the batch.
-        last = [x[-1] for x in others[: split.n_last]]
-        placeholders = [None if i in rows else x for i, x in enumerate(args)]
-        want = [self._want[i] for i in split.done]
-        done = inserter(split.once, [*placeholders, *first, *crossing, *last], replace, want)
-        results = dict(zip(split.done, done, strict=True))
-        for (i, kind, averaged), x in zip(split.stacked, others[split.n_last :], strict=True):
-            results[i] = jnp.mean(x, axis=0) if averaged else x
-            if self.lanes is not None:
-                results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
-            if kind.rows and kind.outer is not None:
-                results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
-            if i in self._roles.as_batch and kind.rows and not kind.dim:
-                results[i] = results[i].reshape(-1, *results[i].shape[2:])
-        return [results[i] for i in range(len(results))]
+        return crossing, others
+
+    def _of_all(self, part: ByPart, x: jax.Array) -> jax.Array:
+        """Returns a result of the step, from those of all micro-batches [k, ...]."""
+        kind = part.kind
+        x = jnp.mean(x, axis=0) if part.averaged else x
+        if self.lanes is not None:
+            x = jax.vmap(lambda x: rows_of_all(x, kind))(x)
+        if kind.rows and kind.outer is not None:
+            x = _in_order(x, kind.dim, kind.outer, self._blocks)
+        if part.position in self._roles.as_batch and kind.rows and not kind.dim:
+            x = x.reshape(-1, *x.shape[2:])
+        return x
 
     def _rows(self, jaxpr: AnyJaxpr) -> RowDimensions:
         """Returns the dimensions of rows in a program of the step's arguments, and of others."""

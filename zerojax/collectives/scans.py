@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives import decide, decisions
-from zerojax.collectives.carried_sums import CarriedSums
-from zerojax.collectives.deferred import DeferredReductions
+from zerojax.collectives.deferred import DeferredReductions, Pending
 from zerojax.collectives.gathering import Gatherer, Scope, plain
 from zerojax.collectives.host import send_to_host, unpadded
 from zerojax.collectives.prefetch import PrefetchedStacks
@@ -149,116 +148,8 @@ class Scans(Gatherer):
             entry's shard; None for others.
           leaving: The variables of the stacks that wait in host memory for the backward pass.
         """
-        a, n = jaxprs.scan_counts(eqn)
-        values = [scope.as_filled(v) for v in values]
-        moved = [moved_stack(x) for x in values[a + n :]]
-        updated = {} if self.lanes_on_axis else decide.find_updated(eqn, values, self)
-        known = self.all_known(values, scope)
-        values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
-        prefetches = self.overlap and not self.keep
-        decided = decide.decide_loop(
-            eqn, values, want, self, scope, updated=updated, prefetches=prefetches
-        )
-        self.layers.append(decided.layer)
-        sums, kept = decided.sums, decided.carried
-        # A gradient may start from the shard of an earlier one, to which the loop only adds.
-        updated = {i: spec for i, spec in updated.items() if i in kept}
-        consts, start, xs = values[:a], values[a : a + n], values[a + n :]
-        consts = self.held(decided.constants, consts, scope, values)
-        with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
-            given = [plain(start[i]) if i in updated else start[i] for i in kept]
-            carry = self.gather_all(given, scope)
-            xs = [
-                self.gather(x, scope, values) if i in decided.gathered else x
-                for i, x in enumerate(xs)
-            ]
-        if updated:
-            xs = [self.by_rows(x, 1) for x in xs]  # see minibatches
-        length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-        entries = LoopStacks(
-            [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
-        )
-        prefetching = PrefetchedStacks(eqn, entries.read, decided.prefetched, self)
-        deferring = DeferredReductions(eqn, want[n:], decided.deferred, self)
-        filling = GatheredStacks(xs, decided.filled, prefetching)
-        jaxpr, m = sums.body(), len(kept)
-        stacks = eqn.outvars[n:]
-        sent_specs: dict[int, Spec | None] = {}
-
-        # The loop carries four things: the values that it does not only add up, the sums so far,
-        # the entries read ahead for this iteration, and the deferred partial sums with the stacks
-        # of their gradients. An iteration takes the index of the next one, the indices of the
-        # previous one and of itself, and its entries of the stacks and of their rounded copies.
-        # A last iteration that runs outside the loop reads nothing ahead.
-        def body(state: PyTree, at: PyTree, *, last: bool = False) -> tuple[PyTree, PyTree]:
-            (carry, totals, come, given), (index, indices, rest, rounded) = state, at
-            with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
-                coming = [] if last else prefetching.read(index)
-            with self.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
-                reduced = deferring.reduced(deferring.hold(given, prefetching.last(coming)))
-            sliced = entries.operands(
-                prefetching.merged(come, rest), rounded, prefetching.unsharded(come)
-            )
-            current = dict(zip(kept, prefetching.hold(carry, coming), strict=True))
-            carried = self.carried([current.get(i) for i in range(n)], updated)
-            # An iteration that updates the state is a separate step.
-            share = self.share or not updated
-            inner_scope = scope.inner(
-                deferring.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
-            )
-            with self.ledger.place(decisions.LOOP):
-                outs = self.run(jaxpr, (*consts, *carried, *sliced), inner_scope, decided.want)
-            outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
-            given, outs = deferring.passed(given, reduced, outs, indices)
-            ys = outs[m:]
-            for i, spec in enumerate(want[n:]):
-                y = plain(ys[i])
-                if scope.host and spec is not None and scope.host.takes(y, length):
-                    sent_specs[i] = spec
-                    padded_shape = layout.padded_shape(y.shape, spec, self.mesh)
-                    ys[i] = scope.host.send(pad(y, padded_shape))
-                elif stacks[i] in leaving and not isinstance(ys[i], Shard):
-                    sent_specs[i], self.left = None, True
-                    ys[i] = send_to_host(y)
-                else:
-                    ys[i] = entries.stack(i, ys[i])
-            totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            new_carry = [
-                self.passed_on(o, updated.get(i)) for i, o in zip(kept, outs, strict=False)
-            ]
-            return (new_carry, totals, coming, given), (ys, filling.layers(come))
-
-        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _, given), (ys, gathered) = peeled_scan(
-            body,
-            (carry, zeros, prefetching.first(), deferring.first()),
-            (prefetching.order(), deferring.order(), prefetching.rest(), entries.rounded),
-            length=length,
-            reverse=reverse,
-            unroll=jaxprs.param(eqn, "unroll"),
-            peel=decided.peels,
-        )
-        final: dict[int, Any] = dict(zip(kept, carry, strict=True))
-        final |= {i: Shard(final[i], spec) for i, spec in updated.items()}
-        with self.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
-            final.update(self._summed(sums, totals, start, scope))
-
-        scope.filled |= {id(pair[0]): pair for pair in filling.filled(gathered)}
-        with self.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
-            finished = deferring.finished(given)
-
-        def stacked(i: int, y: PyTree) -> object:
-            if i in finished:
-                return finished[i]
-            if i not in sent_specs:
-                return entries.stacked(i, y)
-            spec = sent_specs[i]
-            if spec is None:
-                return HostStack(y)
-            value = unpadded(y[0], eqn.outvars[n + i].aval.shape)
-            return HostGradient(value, (None, *spec), gathering=Gathering(host=True), sums=y[1])
-
-        return [*(final[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
+        loop = _Loop(self, eqn, values, scope, want, leaving)
+        return loop.results(*loop.iterations())
 
     def held(
         self,
@@ -290,30 +181,202 @@ class Scans(Gatherer):
             value = self.all_gather(value.value, value.spec)
         return self.constrain(plain(value), spec)
 
-    def _summed(
+
+class _Carry(NamedTuple):
+    """The values that an iteration passes to the next one.
+
+    Attributes:
+      values: The carried values that the loop does not only add up.
+      totals: The sums so far.
+      coming: The entries of stacks that were read ahead for the next iteration.
+      pending: The partial sums to be reduced by the next iteration, with the stacks of gradients.
+    """
+
+    values: list[jax.Array]
+    totals: list[jax.Array]
+    coming: list[jax.Array]
+    pending: list[Pending]
+
+
+class _Entries(NamedTuple):
+    """The values that an iteration takes beside the carry.
+
+    Attributes:
+      next: The index of the next iteration; None if nothing is read ahead.
+      indices: Those of the previous iteration and of this one; None if no reduction is deferred.
+      sliced: The entries of the stacks that the loop itself slices.
+      rounded: The entries of copies that were gathered in a narrower dtype.
+    """
+
+    next: jax.Array | None
+    indices: tuple[jax.Array, jax.Array] | None
+    sliced: PyTree
+    rounded: PyTree
+
+
+_Stacked = tuple[list[PyTree], list[jax.Array]]
+"""The stacks of a loop's results, and of the layers that it has gathered for later loops."""
+
+
+class _Loop:
+    """One scan on sharded values; the arguments are those of :meth:`Scans.scan`."""
+
+    def __init__(
         self,
-        sums: CarriedSums,
-        totals: Sequence[jax.Array],
-        start: Sequence[Shard | jax.Array],
+        scans: Scans,
+        eqn: Equation,
+        values: Sequence[Any],
         scope: Scope,
-    ) -> dict[int, jax.Array]:
+        want: Sequence[Spec | None],
+        leaving: set[Atom],
+    ) -> None:
+        self._scans, self._eqn, self._scope = scans, eqn, scope
+        self._want, self._leaving = want, leaving
+        a, self._n = jaxprs.scan_counts(eqn)
+        n = self._n
+        values = [scope.as_filled(v) for v in values]
+        moved = [moved_stack(x) for x in values[a + n :]]
+        updated = {} if scans.lanes_on_axis else decide.find_updated(eqn, values, scans)
+        known = scans.all_known(values, scope)
+        values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
+        prefetches = scans.overlap and not scans.keep
+        self._decided = decided = decide.decide_loop(
+            eqn, values, want, scans, scope, updated=updated, prefetches=prefetches
+        )
+        scans.layers.append(decided.layer)
+        # A gradient may start from the shard of an earlier one, to which the loop only adds.
+        self._updated = {i: spec for i, spec in updated.items() if i in decided.carried}
+        consts, self._start, xs = values[:a], values[a : a + n], values[a + n :]
+        self._consts = scans.held(decided.constants, consts, scope, values)
+        with scans.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
+            given = [
+                plain(self._start[i]) if i in self._updated else self._start[i]
+                for i in decided.carried
+            ]
+            self._carry = scans.gather_all(given, scope)
+            xs = [
+                scans.gather(x, scope, values) if i in decided.gathered else x
+                for i, x in enumerate(xs)
+            ]
+        if self._updated:
+            xs = [scans.by_rows(x, 1) for x in xs]  # see own_rows
+        read = [x if m is None else m for x, m in zip(xs, moved, strict=True)]
+        self._stacks = LoopStacks(read, scans.axis)
+        self._prefetched = PrefetchedStacks(eqn, self._stacks.read, decided.prefetched, scans)
+        self._deferred = DeferredReductions(eqn, want[n:], decided.deferred, scans)
+        self._filling = GatheredStacks(xs, decided.filled, self._prefetched)
+        self._jaxpr = decided.sums.body()
+        self._sent_specs: dict[int, Spec | None] = {}
+
+    def iterations(self) -> tuple[_Carry, _Stacked]:
+        """Runs the iterations; returns the last carry, and the stacks."""
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self._decided.sums.roots]
+        prefetched, deferred = self._prefetched, self._deferred
+        start = _Carry(self._carry, zeros, prefetched.first(), deferred.first())
+        orders = prefetched.order(), deferred.order()
+        return peeled_scan(
+            self._iteration,
+            start,
+            _Entries(*orders, prefetched.rest(), self._stacks.rounded),
+            length=jaxprs.param(self._eqn, "length"),
+            reverse=jaxprs.param(self._eqn, "reverse"),
+            unroll=jaxprs.param(self._eqn, "unroll"),
+            peel=self._decided.peels,
+        )
+
+    def _iteration(
+        self, state: _Carry, at: _Entries, *, last: bool = False
+    ) -> tuple[_Carry, _Stacked]:
+        """Runs one iteration; a last one outside the loop reads nothing ahead."""
+        scans, decided, updated = self._scans, self._decided, self._updated
+        prefetched, deferred = self._prefetched, self._deferred
+        with scans.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
+            coming = [] if last or at.next is None else prefetched.read(at.next)
+        with scans.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
+            reduced = deferred.reduced(deferred.hold(state.pending, prefetched.last(coming)))
+        merged = prefetched.merged(state.coming, at.sliced)
+        unsharded = prefetched.unsharded(state.coming)
+        sliced = self._stacks.operands(merged, at.rounded, unsharded)
+        held = prefetched.hold(state.values, coming)
+        current = dict(zip(decided.carried, held, strict=True))
+        carried = scans.carried([current.get(i) for i in range(self._n)], updated)
+        # An iteration that updates the state is a separate step.
+        inner_scope = self._scope.inner(
+            deferred.row_sums,
+            of_layer=decided.of_layer,
+            of_step=bool(updated),
+            share=scans.share or not updated,
+        )
+        with scans.ledger.place(decisions.LOOP):
+            args = (*self._consts, *carried, *sliced)
+            outs = scans.run(self._jaxpr, args, inner_scope, decided.want)
+        end = len(decided.carried) + len(self._want) - self._n
+        outs, added = outs[:end], outs[end:]
+        pending, outs = deferred.passed(state.pending, reduced, outs, at.indices)
+        ys = [self._stacked(i, y) for i, y in enumerate(outs[len(decided.carried) :])]
+        totals = [total + plain(x) for total, x in zip(state.totals, added, strict=True)]
+        values = [
+            scans.passed_on(o, updated.get(i)) for i, o in zip(decided.carried, outs, strict=False)
+        ]
+        return _Carry(values, totals, coming, pending), (ys, self._filling.layers(state.coming))
+
+    def _stacked(self, i: int, y: PyTree) -> object:
+        """Returns an iteration's result ``i`` in the form that the loop stacks."""
+        spec, scope = self._want[self._n + i], self._scope
+        value = plain(y)
+        length = jaxprs.param(self._eqn, "length")
+        if scope.host and spec is not None and scope.host.takes(value, length):
+            self._sent_specs[i] = spec
+            padded_shape = layout.padded_shape(value.shape, spec, self._scans.mesh)
+            return scope.host.send(pad(value, padded_shape))
+        if self._eqn.outvars[self._n + i] in self._leaving and not isinstance(y, Shard):
+            self._sent_specs[i], self._scans.left = None, True
+            return send_to_host(value)
+        return self._stacks.stack(i, y)
+
+    def results(self, last: _Carry, stacked: _Stacked) -> list[object]:
+        """Returns the loop's results, from those of :meth:`iterations`."""
+        scans, n, (ys, gathered) = self._scans, self._n, stacked
+        final: dict[int, Any] = dict(zip(self._decided.carried, last.values, strict=True))
+        final |= {i: Shard(final[i], spec) for i, spec in self._updated.items()}
+        with scans.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
+            final.update(self._summed(last.totals))
+        self._scope.filled |= {id(pair[0]): pair for pair in self._filling.filled(gathered)}
+        with scans.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
+            finished = self._deferred.finished(last.pending)
+
+        def stack(i: int, y: PyTree) -> object:
+            if i in finished:
+                return finished[i]
+            if i not in self._sent_specs:
+                return self._stacks.stacked(i, y)
+            spec = self._sent_specs[i]
+            if spec is None:
+                return HostStack(y)
+            value = unpadded(y[0], self._eqn.outvars[n + i].aval.shape)
+            return HostGradient(value, (None, *spec), gathering=Gathering(host=True), sums=y[1])
+
+        return [*(final[i] for i in range(n)), *(stack(i, y) for i, y in enumerate(ys))]
+
+    def _summed(self, totals: Sequence[jax.Array]) -> dict[int, jax.Array]:
         """Reduces over the devices, once, the carried values that a loop has added up.
 
         The full sums are constrained before their shards: XLA moves a sum over the devices out of
         the loop only if it is a sum of the full array.
         """
-        specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
+        scans, sums = self._scans, self._decided.sums
+        specs = {v: sums.spec(v, scans.mesh, scans.axis) for v in sums.roots}
         by_root = {
-            v: x if (spec := specs[v]) is None else self.scatter_unsharded(x, spec)
+            v: x if (spec := specs[v]) is None else scans.scatter_unsharded(x, spec)
             for v, x in zip(sums.roots, totals, strict=True)
         }
         reduced = {}
         for i, terms in sums.terms.items():
-            (total,) = self.gather_all([start[i]], scope)
+            (total,) = scans.gather_all([self._start[i]], self._scope)
             for term in terms:
                 total = total + term.of(by_root[term.root])
             is_unsharded = any(specs[term.root] is None for term in terms)
-            reduced[i] = (self.scatter_unsharded if is_unsharded else self.constrain)(
+            reduced[i] = (scans.scatter_unsharded if is_unsharded else scans.constrain)(
                 total, sums.want[i]
             )
         return reduced

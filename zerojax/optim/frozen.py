@@ -83,7 +83,7 @@ class TracedUpdate:
         return jax.tree.unflatten(tree, arrays)
 
 
-def _evaluate(closed: AnyJaxpr, args: Sequence[jax.Array]) -> list[Any]:
+def _evaluate(closed: AnyJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
     return jaxprs.evaluate(closed, args, opens=lambda eqn: False)
 
 

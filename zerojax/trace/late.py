@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.graph.def_use import Slice, graph_of
+from zerojax.graph.def_use import Graph, Slice, graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.xla import jaxprs
 from zerojax.xla.rewriter import renamed
@@ -181,27 +181,24 @@ def _program(
 def _stacked(recipe: Slice, stack: Atom) -> set[Atom] | None:
     """Returns the variables of a recipe whose first dimension is that of a stack which it computes
     layer by layer; None if it does not."""
-    stacked = {stack}
-    for eqn in reversed(recipe.equations):
-        (out,) = eqn.outvars
-        if out not in stacked:
-            continue
-        for v in jaxprs.variables(eqn.invars):
-            if not _keeps_layers(eqn):
-                return None
-            if _has_layers(eqn, v):
-                stacked.add(v)
-    by_layer = all(
-        (eqn.outvars[0] in stacked) or stacked.isdisjoint(jaxprs.variables(eqn.invars))
-        for eqn in recipe.equations
-    )
-    return stacked if by_layer else None
+    graph = Graph(recipe.equations, [stack])
+    by_layer = graph.backward_slice([stack], operands=_operands_with_layers)
+    stacked = {*by_layer.results, *by_layer.ends}
+    read_in_full = graph.inputs(lambda eqn: stacked.isdisjoint(eqn.outvars))
+    keeps_layers = all(map(_keeps_layers, by_layer.equations))
+    return stacked if keeps_layers and stacked.isdisjoint(read_in_full) else None
+
+
+def _operands_with_layers(eqn: Equation, out: Atom) -> list[Atom]:
+    return [v for v in jaxprs.variables(eqn.invars) if _has_layers(eqn, v)]
 
 
 def _keeps_layers(eqn: Equation) -> bool:
     """Returns whether each layer of an equation's result is computed from the same layer of its
     operands, or from operands without layers."""
     (out,) = eqn.outvars
+    if not jaxprs.variables(eqn.invars):
+        return True
     match eqn.primitive:
         case prims.broadcast_in_dim_p:
             dims, (operand,) = jaxprs.param(eqn, "broadcast_dimensions"), eqn.invars

@@ -50,6 +50,35 @@ def test_backward_slice() -> None:
     assert {*ends} == {*product.outvars, y}
 
 
+def test_slices_end_at_equations_and_follow_some_operands() -> None:
+    jaxpr = opened(lambda x, y: jnp.cos(jnp.sin(x) * y), X, X)
+    graph, (x, y) = graph_of(jaxpr), jaxpr.invars
+    (sine,) = graph.named("sin")
+    part = graph.backward_slice(jaxpr.outvars, through=lambda eqn: eqn is not sine)
+    assert (part.results, {*part.ends}) == (graph.results(is_product_or_cosine), {*sine.outvars, y})
+    assert graph.backward_slice(jaxpr.outvars, operands=lambda eqn, v: eqn.invars[:1]).ends == [x]
+
+
+def is_product_or_cosine(eqn: Any) -> bool:
+    return eqn.primitive.name in ("mul", "cos")
+
+
+def test_inputs_of_equations() -> None:
+    jaxpr = opened(lambda x, y: jnp.cos(jnp.sin(x) * y), X, X)
+    graph = graph_of(jaxpr)
+    (sine,) = graph.named("sin")
+    assert graph.inputs(is_product_or_cosine) == [*sine.outvars, jaxpr.invars[1]]
+
+
+def test_origin_through_primitives() -> None:
+    jaxpr = opened(lambda x: jnp.sin(x).astype(jnp.bfloat16).astype(jnp.float32).T, X)
+    graph, (out,) = graph_of(jaxpr), jaxpr.outvars
+    (sine,) = graph.named("sin")
+    assert graph.origin(out, {"transpose", "convert_element_type"}) is sine.outvars[0]
+    assert graph.origin(out, {"sin"}) is out
+    assert graph.origin(sine.outvars[0], {"sin"}) is jaxpr.invars[0]
+
+
 def test_zeros() -> None:
     jaxpr = opened(lambda x: (jnp.zeros(3) + x, jnp.ones(3) + x, x + 0, jnp.arange(3)), jnp.ones(3))
     graph = graph_of(jaxpr)

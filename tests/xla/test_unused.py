@@ -61,6 +61,17 @@ def test_used_arguments(function: Callable[..., Any], uses_y: bool) -> None:
     assert used_arguments(jax.make_jaxpr(function)(X, X)) == [True, uses_y]
 
 
+def test_whole_equations_use_all_their_operands() -> None:
+    def function(x: Any, y: Any) -> Any:
+        jnp.tan(x)
+        return through_jit(jnp.sin(x), jnp.cos(y))
+
+    jaxpr = jaxprs.open_jaxpr(jax.make_jaxpr(function)(X, X))[0]
+    left = [e.primitive.name for e in without_unused(jaxpr, jaxprs.whole).eqns]
+    assert left == ["sin", "cos", "jit"]
+    assert [e.primitive.name for e in without_unused(jaxpr).eqns] == ["sin", "jit"]
+
+
 def test_without_unused() -> None:
     def function(x: Any, y: Any) -> Any:
         jnp.cos(y)

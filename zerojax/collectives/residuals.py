@@ -49,9 +49,12 @@ def find(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
 def names(jaxpr: Jaxpr) -> list[str]:
     """Returns the names, by ``jax.ad_checkpoint.checkpoint_name``, of values that rematerialised
     blocks compute again in a traced step, each once."""
-    named = (eqn for eqn in equations(jaxpr) if eqn.primitive is prims.name_p)
-    found = (jaxprs.param(eqn, "name") for eqn in named if jaxprs.is_recomputed(eqn))
-    return list(dict.fromkeys(found))
+    found = filter(_is_recomputed_name, equations(jaxpr))
+    return list(dict.fromkeys(jaxprs.param(named, "name") for named in found))
+
+
+def _is_recomputed_name(eqn: Equation) -> bool:
+    return eqn.primitive is prims.name_p and jaxprs.is_recomputed(eqn)
 
 
 def some_stay(jaxpr: Jaxpr) -> bool:
@@ -94,5 +97,4 @@ def _of_operand(eqn: Equation, at: int, *, direct: bool) -> list[bool]:
     (region,) = regions(eqn)
     if eqn.primitive in jaxprs.CALLS:
         return _uses(region.jaxpr, region.argument(at), direct=direct)
-    entry = region.is_entry(at)
-    return [entry and any(_uses(region.jaxpr, region.argument(at), direct=True))]
+    return [region.is_entry(at) and any(_uses(region.jaxpr, region.argument(at), direct=True))]

@@ -142,8 +142,7 @@ class PartPrograms:
         if kind.problem is not None:
             raise Undivided.because(kind.problem, self._symbolic.global_rows)
         if kind.index or (kind.rows and kind.outer not in (1, None)):
-            producer = graph_of(self._symbolic.flat).producer(v)
-            raise Undivided.at(where(producer), TOGETHER)
+            raise Undivided.at(where(graph_of(self._symbolic.flat).producer(v)), TOGETHER)
         return kind
 
     def _masked(self) -> dict[Atom, Mask]:

@@ -9,6 +9,7 @@ from jax.extend import core
 
 from zerojax.accumulation.roles import Roles
 from zerojax.devices.mesh import STAGE, batch_devices
+from zerojax.graph.def_use import graph_of
 from zerojax.pipeline.program import Pipeline
 from zerojax.pipeline.schedule import Schedule
 from zerojax.plan import layout
@@ -45,8 +46,8 @@ class Stages(NamedTuple):
         """
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         staged = [STAGE in layout.axes((*x.spec, None)[0]) for x in self.plan.compute]
-        used = {*jaxprs.variables(v for eqn in jaxpr.eqns for v in eqn.invars)}
-        read = [s and v in used for s, v in zip(staged, jaxpr.invars, strict=False)]
+        graph = graph_of(jaxpr)
+        read = [s and bool(graph.users(v)) for s, v in zip(staged, jaxpr.invars, strict=False)]
         if not any(read):
             return closed
         at = [i for i, has_rows in enumerate(rows) if has_rows]

@@ -5,7 +5,8 @@ changes a program.
 
 - ``regions``, to be read first: the programs inside an equation (a call, a loop, a branch), and the
   correspondence of their values to its operands and results.
-- ``def_use``: the producer and the users of each value of one program, by ``graph_of(jaxpr)``.
+- ``def_use``: the producer and the users of each value of one program, and the equations that
+  compute some values, by ``graph_of(jaxpr)``.
 - ``analysis``: facts of values, by one rule per primitive and through all regions. ``reach``: two
   such analyses.
 - ``search``: the equations at any depth. ``primitives``: families of primitives that rules treat

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jax.extend import core
 
 from zerojax.graph.cache import cached_by_jaxpr
+from zerojax.graph.primitives import CAST
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr, MaybeNone
 
@@ -30,6 +31,11 @@ class Slice(NamedTuple):
 
     equations: Sequence[Equation]
     ends: Sequence[Atom]
+
+    @property
+    def results(self) -> list[Atom]:
+        """The variables that the equations compute, in order."""
+        return [v for equation in self.equations for v in equation.outvars]
 
 
 class Graph:
@@ -83,11 +89,14 @@ class Graph:
 
     def is_zeros(self, atom: Atom) -> bool:
         """Returns whether an atom is a literal zero, or a broadcast or cast of one."""
-        producer = self.producer(atom)
-        if producer is None:
-            return jaxprs.is_zero(atom)
-        moves = producer.primitive.name in ("broadcast_in_dim", "convert_element_type")
-        return moves and self.is_zeros(producer.invars[0])
+        return jaxprs.is_zero(self.origin(atom, {"broadcast_in_dim", CAST}))
+
+    def origin(self, atom: Atom, names: Collection[str]) -> Atom:
+        """Returns the value that becomes ``atom`` through equations of primitives with these names
+        alone, as the first operand of each."""
+        while (equation := self.producer(atom)) and equation.primitive.name in names:
+            atom = equation.invars[0]
+        return atom
 
     def users(self, v: Atom) -> Sequence[Use]:
         """Returns the uses of a variable by equations, in order."""
@@ -106,9 +115,20 @@ class Graph:
         return self._places[id(equation)]
 
     def backward_slice(
-        self, targets: Iterable[Atom], is_known: Callable[[Atom], bool] = lambda v: False
+        self,
+        targets: Iterable[Atom],
+        is_known: Callable[[Atom], bool] = lambda v: False,
+        through: Callable[[Equation], bool] = lambda equation: True,
+        operands: Callable[[Equation, Atom], Sequence[Atom]] = lambda equation, v: equation.invars,
     ) -> Slice:
-        """Returns the equations that compute ``targets`` from variables that are known."""
+        """Returns the equations that compute some variables.
+
+        Args:
+          targets: The variables.
+          is_known: Whether the slice ends at a variable.
+          through: Whether an equation may belong to the slice, which otherwise ends at its results.
+          operands: The operands of an equation that count for a result of it.
+        """
         equations: dict[int, Equation] = {}
         ends: dict[Atom, None] = {}
         todo, seen = [*targets], set[Atom]()
@@ -118,11 +138,11 @@ class Graph:
                 continue
             seen.add(v)
             equation = None if is_known(v) else self.producer(v)
-            if equation is None:
+            if equation is None or not through(equation):
                 ends[v] = None
             else:
                 equations[self.place(equation)] = equation
-                todo += equation.invars
+                todo += operands(equation, v)
         return Slice([equations[place] for place in sorted(equations)], [*ends])
 
     def without(self, equations: Sequence[Equation]) -> list[Equation]:
@@ -133,6 +153,18 @@ class Graph:
     def not_producing(self, values: Collection[Atom]) -> list[Equation]:
         """Returns the equations that produce none of these values, in order."""
         return [each for each in self._equations if all(v not in values for v in each.outvars)]
+
+    def results(self, test: Callable[[Equation], bool]) -> list[Atom]:
+        """Returns the results of the equations for which ``test`` holds, in order."""
+        return [v for equation in filter(test, self._equations) for v in equation.outvars]
+
+    def inputs(self, test: Callable[[Equation], bool]) -> list[Atom]:
+        """Returns the variables that the equations for which ``test`` holds take from elsewhere:
+        from other equations, or from outside the program."""
+        inside = [*filter(test, self._equations)]
+        computed = {v for equation in inside for v in equation.outvars}
+        taken = jaxprs.variables(v for equation in inside for v in equation.invars)
+        return [v for v in dict.fromkeys(taken) if v not in computed]
 
     def named(self, *names: str) -> Sequence[Equation]:
         """Returns the equations of primitives with these names; in order for one name."""

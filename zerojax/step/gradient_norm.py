@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-from jax.extend import core
 
 from zerojax.graph.def_use import graph_of
 from zerojax.optim.norm import global_norm
@@ -12,6 +11,7 @@ from zerojax.trace import marks
 from zerojax.trace.updates import find_gradients
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+from zerojax.xla.rewriter import traced
 from zerojax.xla.types import AnyJaxpr, Jaxpr, PyTree
 
 
@@ -31,18 +31,12 @@ def with_gradient_norm(closed: AnyJaxpr, results: tuple[Parts, PyTree]) -> AnyJa
     gradients = find_gradients(jaxpr, jax.tree.leaves((index.params, opt.inner, index.rest)))
     if not gradients:
         return closed
-    traced = jax.make_jaxpr(lambda *x: global_norm([full_precision(each) for each in x]))
-    norm_jaxpr = jaxprs.open_jaxpr(traced(*(jaxprs.like(v.aval) for v in gradients)))[0]
-    gradient_of = dict(zip(norm_jaxpr.invars, gradients, strict=True))
-    equations = [
-        eqn.replace(
-            invars=[v if isinstance(v, core.Literal) else gradient_of.get(v, v) for v in eqn.invars]
-        )
-        for eqn in norm_jaxpr.eqns
-    ]
     outs = list(jaxpr.outvars)
-    (outs[opt.grad_norm],) = norm_jaxpr.outvars
-    return jaxprs.with_body(closed, jaxpr.replace(eqns=[*jaxpr.eqns, *equations], outvars=outs))
+    eqns, (outs[opt.grad_norm],) = traced(
+        lambda *grads: global_norm([full_precision(x) for x in grads]), gradients
+    )
+    new = jaxpr.replace(eqns=[*jaxpr.eqns, *eqns], outvars=outs)
+    return jaxprs.with_body(closed, new)
 
 
 def _is_constant(jaxpr: Jaxpr, at: int) -> bool:

@@ -7,6 +7,8 @@ layer, from the forward to the end of the backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
@@ -35,26 +37,21 @@ def with_broadcasts_in_loops(closed: AnyJaxpr) -> AnyJaxpr:
       >>> traced.eqns[-1].invars[0].aval.shape
       (8,)
     """
-    rewritten: AnyJaxpr = _Programs()(closed)
-    return rewritten
+    return _Scans()(closed)
 
 
-class _Programs(Rewriter):
-    """Rewrites the programs of calls, loops and branches."""
+class _Scans(Rewriter):
+    """Rewrites scans."""
 
-    def body(self, jaxpr: Jaxpr) -> Jaxpr:
-        graph = graph_of(jaxpr)
-        equations = [self._rewritten(eqn, graph) for eqn in jaxpr.eqns]
-        is_new = any(a is not b for a, b in zip(equations, jaxpr.eqns, strict=True))
-        return jaxpr.replace(eqns=equations) if is_new else jaxpr
-
-    def _rewritten(self, eqn: Equation, graph: Graph) -> Equation:
-        eqn = _broadcasting(eqn, graph) if eqn.primitive is prims.scan_p else eqn
-        return self.inside(eqn, jaxprs.programs(eqn))
+    def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
+        return super().equation(_broadcasting(eqn, graph_of(jaxpr)), jaxpr)
 
 
 def _broadcasting(eqn: Equation, graph: Graph) -> Equation:
-    """Returns a scan that broadcasts the constants of its iterations itself."""
+    """Returns a scan that broadcasts the constants of its iterations itself, or another equation as
+    it is."""
+    if eqn.primitive is not prims.scan_p:
+        return eqn
     constants = eqn.invars[: jaxprs.scan_counts(eqn).consts]
     found = {i: b for i, v in enumerate(constants) if (b := _broadcast(v, graph)) is not None}
     return computing(eqn, "jaxpr", found) if found else eqn

@@ -8,12 +8,14 @@ import jax
 
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import LABELS
+from zerojax.graph.primitives import CAST, LABELS
 from zerojax.graph.reach import DEPENDS
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
+
+_COPIES = LABELS | {CAST}
 
 
 def _computed(eqn: Equation, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
@@ -110,10 +112,11 @@ def with_updated_copies(closed: AnyJaxpr, given: Parts, results: PyTree) -> AnyJ
 
 def _terms(jaxpr: Jaxpr, v: Atom) -> set[int]:
     """Returns the identities of the two variables whose sum ``v`` is, in any dtype; else none."""
-    eqn = _origin(jaxpr, v)[1]
+    graph = graph_of(jaxpr)
+    eqn = graph.producer(graph.origin(v, _COPIES))
     if eqn is None or eqn.primitive.name != "add":
         return set()
-    return {id(_origin(jaxpr, term)[0]) for term in eqn.invars}
+    return {id(graph.origin(term, _COPIES)) for term in eqn.invars}
 
 
 def _named(prefix: str, lateness: PyTree) -> list[str]:
@@ -134,23 +137,16 @@ def unchanged(jaxpr: Jaxpr) -> Sequence[int | None]:
     return [next(iter(fact)) if len(fact) == 1 else None for fact in facts]
 
 
-def _origin(jaxpr: Jaxpr, v: Atom) -> tuple[Atom, Equation | None]:
-    """Returns the variable that ``v`` copies, past casts and labels, and the equation of the jaxpr
-    that produces that variable, or None."""
-    eqn = graph_of(jaxpr).producer(v)
-    is_copy = eqn and (eqn.primitive.name in LABELS or eqn.primitive.name == "convert_element_type")
-    return _origin(jaxpr, eqn.invars[0]) if eqn and is_copy else (v, eqn)
-
-
 def _is_sum(jaxpr: Jaxpr, out: Atom, one: Atom | None, other: Atom | None) -> bool:
     """Returns whether a result of a jaxpr is only the sum of two of its arguments."""
-    v, eqn = _origin(jaxpr, out)
-    if eqn is None:
+    graph = graph_of(jaxpr)
+    v = graph.origin(out, _COPIES)
+    if (eqn := graph.producer(v)) is None:
         return False
     if eqn.primitive in jaxprs.CALLS:
         inner = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))[0]
         # By identity: a literal has no hash.
-        operand_ids = [id(_origin(jaxpr, v)[0]) for v in eqn.invars]
+        operand_ids = [id(graph.origin(v, _COPIES)) for v in eqn.invars]
         inner_args = dict(zip(operand_ids, inner.invars, strict=True))
         terms = inner_args.get(id(one)), inner_args.get(id(other))
         return None not in terms and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], *terms)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from zerojax.devices.mesh import batch_axes, explicit_axes
 from zerojax.plan.state_sharding import Plan, layout
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
+from zerojax.xla.rewriter import map_jaxprs
 from zerojax.xla.types import AnyJaxpr, Equation, PyTree
 
 
@@ -194,11 +195,9 @@ def _equation(
             "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "
             "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), one for each axis."
         )
-    params = {name: _parameter(x, mesh) for name, x in eqn.params.items()}
-    if eqn.primitive is not prims.sharding_constraint_p:
-        params |= {
-            name: None for name in jaxprs.SHARDINGS if name in params and requested is not None
-        }
+    params = map_jaxprs(eqn.params, lambda x: jaxprs.shaped_like(x, _automatic(x, mesh)))
+    if requested is not None and eqn.primitive is not prims.sharding_constraint_p:
+        params = params | dict.fromkeys(params.keys() & {*jaxprs.SHARDINGS})
     outs = jaxprs.bind(eqn, values, params)
     if eqn.primitive is prims.dot_general_p and requested is not None:
         return [_placed(outs[0], requested, mesh)]
@@ -214,15 +213,6 @@ def _placed(
     if asked is None or not any(axis in rows for e in asked.spec for axis in layout.axes(e)):
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, asked.spec))
-
-
-def _parameter(value: Any, mesh: Mesh) -> object:
-    """Returns an equation's parameter without explicit axes."""
-    if type(value) is tuple:
-        return tuple(_parameter(x, mesh) for x in value)
-    if jaxprs.is_jaxpr(value):
-        return jaxprs.shaped_like(value, _automatic(value, mesh))
-    return value
 
 
 def _constant(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:

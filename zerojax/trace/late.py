@@ -7,8 +7,9 @@ into a loop over layers, or into a function.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jax.extend.core import primitives as prims
 from zerojax.graph.def_use import Graph, Slice, graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.xla import jaxprs
+from zerojax.xla.rewriter import renamed
 from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr
 
 
@@ -63,18 +65,13 @@ def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice]:
     graph = graph_of(jaxpr)
     is_code = dict(zip(jaxpr.invars, codes, strict=True))
     recipes = {v: Slice((), (v,)) for v in jaxpr.invars if is_code[v]}
-    for eqn in jaxpr.eqns:
-        if not _is_by_element(eqn) or recipes.keys().isdisjoint(jaxprs.variables(eqn.invars)):
+    for v in graph.results(_is_by_element):
+        if recipes.keys().isdisjoint(jaxprs.variables(graph.producer(v).invars)):
             continue
-        found = graph.backward_slice(eqn.outvars, lambda v: not _computes(graph, v))
-        if sum(_bytes(v.aval) for v in found.ends) <= _bytes(eqn.outvars[0].aval):
-            recipes[eqn.outvars[0]] = found
+        found = graph.backward_slice([v], through=_is_by_element)
+        if sum(_bytes(end.aval) for end in found.ends) <= _bytes(v.aval):
+            recipes[v] = found
     return recipes
-
-
-def _computes(graph: Graph, v: Atom) -> bool:
-    producer = graph.producer(v)
-    return producer is not None and _is_by_element(producer)
 
 
 def _is_by_element(eqn: Equation) -> bool:
@@ -97,30 +94,25 @@ def _run(closed: AnyJaxpr, args: Sequence[Any], codes: Sequence[bool]) -> list[A
     """
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     graph, recipes = graph_of(jaxpr), _recipes(jaxpr, codes)
-    late = {id(eqn) for recipe in recipes.values() for eqn in recipe.equations}
+    late = {v for recipe in recipes.values() for v in recipe.results}
     env: dict[Atom, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
 
     def value(v: Atom) -> Any:
         if not isinstance(v, core.Literal) and v not in env:
-            bind(graph.producer(v))
+            run(graph.producer(v))
         return jaxprs.read(v, env)
 
-    def bind(eqn: Equation) -> None:
+    def run(eqn: Equation) -> None:
+        takes_late = not recipes.keys().isdisjoint(jaxprs.variables(eqn.invars))
+        rule = _RULES.get(eqn.primitive, _bind) if takes_late else _bind
         with jaxprs.traced_where(eqn):
-            outs = jaxprs.bind(eqn, [value(v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
+            env.update(zip(eqn.outvars, rule(eqn, recipes, value), strict=True))
 
     for eqn in jaxpr.eqns:
-        takes_late = not recipes.keys().isdisjoint(jaxprs.variables(eqn.invars))
-        rule = _RULES.get(eqn.primitive, _call if eqn.primitive in jaxprs.CALLS else None)
-        if takes_late and rule is not None:
-            with jaxprs.traced_where(eqn):
-                outs = rule(eqn, recipes, value)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        elif id(eqn) not in late:
-            bind(eqn)
+        if late.isdisjoint(eqn.outvars):
+            run(eqn)
     return [value(v) for v in jaxpr.outvars]
 
 
@@ -174,13 +166,11 @@ def _program(
             kept.append(i)
             codes.append(recipe is not None and not recipe.equations)
             continue
-        inside = {end: end for end in recipe.ends if end not in stacked}
-        ends |= inside
-        for end in recipe.ends:
-            if end in stacked:
-                shape = end.aval.shape[1:]
-                inside[end] = layers.setdefault(end, jaxprs.new_variable(end.aval, shape))
-        equations += _inside(recipe, inside, stacked, argument)
+        ends |= {end: end for end in recipe.ends if end not in stacked}
+        inside = {x: jaxprs.new_variable(x.aval, x.aval.shape[1:]) for x in stacked}
+        inside |= {x: layers.setdefault(x, inside[x]) for x in recipe.ends if x in stacked}
+        inside[v] = argument
+        equations += renamed(recipe.equations, inside, functools.partial(_params, stacked))
     arguments = [*ends.values(), *layers.values(), *(body.invars[i] for i in kept)]
     are_codes = [v in recipes and not recipes[v].equations for v in (*ends, *layers)]
     new = body.replace(invars=arguments, eqns=[*equations, *body.eqns])
@@ -191,27 +181,24 @@ def _program(
 def _stacked(recipe: Slice, stack: Atom) -> set[Atom] | None:
     """Returns the variables of a recipe whose first dimension is that of a stack which it computes
     layer by layer; None if it does not."""
-    stacked = {stack}
-    for eqn in reversed(recipe.equations):
-        (out,) = eqn.outvars
-        if out not in stacked:
-            continue
-        for v in jaxprs.variables(eqn.invars):
-            if not _keeps_layers(eqn):
-                return None
-            if _has_layers(eqn, v):
-                stacked.add(v)
-    by_layer = all(
-        (eqn.outvars[0] in stacked) or stacked.isdisjoint(jaxprs.variables(eqn.invars))
-        for eqn in recipe.equations
-    )
-    return stacked if by_layer else None
+    graph = Graph(recipe.equations, [stack])
+    by_layer = graph.backward_slice([stack], operands=_operands_with_layers)
+    stacked = {*by_layer.results, *by_layer.ends}
+    read_in_full = graph.inputs(lambda eqn: stacked.isdisjoint(eqn.outvars))
+    keeps_layers = all(map(_keeps_layers, by_layer.equations))
+    return stacked if keeps_layers and stacked.isdisjoint(read_in_full) else None
+
+
+def _operands_with_layers(eqn: Equation, out: Atom) -> list[Atom]:
+    return [v for v in jaxprs.variables(eqn.invars) if _has_layers(eqn, v)]
 
 
 def _keeps_layers(eqn: Equation) -> bool:
     """Returns whether each layer of an equation's result is computed from the same layer of its
     operands, or from operands without layers."""
     (out,) = eqn.outvars
+    if not jaxprs.variables(eqn.invars):
+        return True
     match eqn.primitive:
         case prims.broadcast_in_dim_p:
             dims, (operand,) = jaxprs.param(eqn, "broadcast_dimensions"), eqn.invars
@@ -233,32 +220,10 @@ def _has_layers(eqn: Equation, v: Atom) -> bool:
     return v.aval.ndim > 0
 
 
-def _inside(
-    recipe: Slice, inside: dict[Atom, Atom], stacked: set[Atom], result: Atom
-) -> Iterator[Equation]:
-    """Yields the equations of a recipe in another program.
-
-    Args:
-      recipe: The equations.
-      inside: For each of their ends, the variable in the program.
-      stacked: The variables that are one layer in the program.
-      result: The variable in the program that they compute.
-    """
-    for eqn in recipe.equations:
-        (out,) = eqn.outvars
-        operands = [v if isinstance(v, core.Literal) else inside[v] for v in eqn.invars]
-        params = eqn.params
-        inside[out] = out
-        if out in stacked:
-            inside[out] = jaxprs.new_variable(out.aval, out.aval.shape[1:])
-            params = params | _params_of_layer(eqn)
-        if eqn is recipe.equations[-1]:
-            inside[out] = result
-        yield eqn.replace(invars=operands, outvars=[inside[out]], params=params)
-
-
-def _params_of_layer(eqn: Equation) -> dict[str, object]:
-    """Returns the parameters that an equation on stacks changes if it runs on one layer."""
+def _params(stacked: set[Atom], eqn: Equation) -> dict[str, object]:
+    """Returns the parameters that change if an equation on stacks runs on one layer of each."""
+    if stacked.isdisjoint(eqn.outvars):
+        return {}
     match eqn.primitive:
         case prims.broadcast_in_dim_p:
             dims = jaxprs.param(eqn, "broadcast_dimensions")
@@ -270,6 +235,10 @@ def _params_of_layer(eqn: Equation) -> dict[str, object]:
             return {"permutation": tuple(d - 1 for d in jaxprs.param(eqn, "permutation")[1:])}
         case _:
             return {}
+
+
+def _bind(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
+    return jaxprs.bind(eqn, [value(v) for v in eqn.invars])
 
 
 def _call(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
@@ -338,5 +307,6 @@ _RULES: Mapping[core.Primitive, Callable[[Equation, _Recipes, _Value], Sequence[
     prims.scan_p: _scan,
     prims.while_p: _while,
     prims.cond_p: _cond,
+    **dict.fromkeys(jaxprs.CALLS, _call),
 }
 """By primitive: the rule that runs an equation with programs on arrays that have recipes."""

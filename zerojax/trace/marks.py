@@ -16,10 +16,10 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
+from zerojax.graph import search
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import COMPARISONS, SUMS
-from zerojax.graph.search import contains
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, HasEquations, Jaxpr, PyTree
 
@@ -49,18 +49,17 @@ def is_mark(eqn: Equation, name: str) -> bool:
 def gradients(jaxpr: HasEquations) -> list[Atom]:
     """Returns the variables of a program that reach the optimizer, in order, without those inside
     equations."""
-    names = graph_of(jaxpr).named("name")
-    return [eqn.outvars[0] for eqn in names if is_mark(eqn, GRADIENT)]
+    return graph_of(jaxpr).results(lambda eqn: is_mark(eqn, GRADIENT))
 
 
 def holds(eqn: Equation, name: str) -> bool:
     """Returns whether an equation is a mark of this name, or contains one at any depth."""
-    return contains(eqn, is_mark, name)
+    return search.contains(eqn, is_mark, name)
 
 
 def reach_optimizer(jaxpr: Jaxpr) -> bool:
     """Returns whether gradients reach the state's optimizer, at any depth of an open jaxpr."""
-    return any(holds(eqn, GRADIENT) for eqn in jaxpr.eqns)
+    return search.holds(jaxpr, is_mark, search.everything, GRADIENT)
 
 
 def count(jaxpr: Jaxpr, name: str) -> tuple[int, int, int]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
-from zerojax.xla.rewriter import Computation, Rewriter, computing
+from zerojax.xla.rewriter import Computation, Rewriter, computing, renamed
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+from zerojax.xla.unused import without_unused
 
 _REDUCTIONS = REDUCTIONS - {"argmax", "argmin"}  # these return a position in the vector
 
@@ -31,33 +31,28 @@ def without_ravels(closed: AnyJaxpr) -> AnyJaxpr:
     Args:
       closed: The program's jaxpr and its constants.
     """
-    rewritten: AnyJaxpr = _Programs()(closed)
-    return rewritten
+    return _Sums()(closed)
 
 
-class _Programs(Rewriter):
-    """Rewrites the programs of calls, loops and branches."""
+class _Sums(Rewriter):
+    """Rewrites sums, and removes the vectors that nothing else needs."""
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
-        graph = graph_of(jaxpr)
-        equations = [new for eqn in jaxpr.eqns for new in self._rewritten(eqn, graph)]
-        if all(a is b for a, b in zip(equations, jaxpr.eqns, strict=False)):
-            return jaxpr
-        used, kept = {*jaxprs.variables(jaxpr.outvars)}, []
-        for eqn in reversed(equations):
+        new, graph = super().body(jaxpr), graph_of(jaxpr)
+
+        def prune(eqn: Equation, used: Sequence[bool]) -> Equation | None:
             was_used = any(graph.times_used(v) for v in eqn.outvars)
             is_vector = was_used and (_is_ravel(eqn) or _is_by_element(eqn))
-            if not is_vector or not used.isdisjoint(eqn.outvars):
-                kept.append(eqn)
-                used.update(jaxprs.variables(eqn.invars))
-        return jaxpr.replace(eqns=kept[::-1])
+            return None if is_vector and not any(used) else eqn
 
-    def _rewritten(self, eqn: Equation, graph: Graph) -> Sequence[Equation]:
-        return _summed_in_shape(eqn, graph) or [self._without_vectors(eqn, graph)]
+        return jaxpr if new is jaxpr else without_unused(new, prune)
 
-    def _without_vectors(self, eqn: Equation, graph: Graph) -> Equation:
-        """Rewrites the programs of an equation; a call takes arrays in their own shape if it only
-        sums over them."""
+    def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
+        """Returns a sum over arrays in their own shape; a call takes arrays in this shape if it
+        only sums over them."""
+        graph = graph_of(jaxpr)
+        if new := _summed_in_shape(eqn, graph):
+            return new
         ravels = {i: r for i, v in enumerate(eqn.invars) if (r := _ravel(v, graph)) is not None}
         if ravels and jaxprs.is_plain_call(eqn):
             own = {i: Computation([ravel], ravel.invars[0]) for i, ravel in ravels.items()}
@@ -65,8 +60,8 @@ class _Programs(Rewriter):
             call = self.inside(call, jaxprs.programs(eqn))
             (body,) = jaxprs.bodies(call)
             if not any(map(_is_ravel, body.eqns)):
-                return call
-        return self.inside(eqn, jaxprs.programs(eqn))
+                return [call]
+        return super().equation(eqn, jaxpr)
 
 
 def _summed_in_shape(eqn: Equation, graph: Graph) -> Sequence[Equation]:
@@ -77,27 +72,19 @@ def _summed_in_shape(eqn: Equation, graph: Graph) -> Sequence[Equation]:
     if not is_sum or eqn.outvars[0].aval.shape or any(v.aval.ndim != 1 for v in eqn.invars):
         return []
 
-    def is_given(v: Atom) -> bool:
-        producer = graph.producer(v)
-        return not v.aval.shape or producer is None or not _is_by_element(producer)
-
-    equations, ends = graph.backward_slice(eqn.invars, is_given)
-    arrays = {v: r.invars[0] for v in ends if (r := _ravel(v, graph)) is not None}
+    part = graph.backward_slice(eqn.invars, lambda v: not v.aval.shape, _is_by_element)
+    arrays = {v: r.invars[0] for v in part.ends if (r := _ravel(v, graph)) is not None}
     shapes = {x.aval.shape for x in arrays.values()}
-    is_known = all(not v.aval.shape or v in arrays for v in ends)
+    is_known = all(not v.aval.shape or v in arrays for v in part.ends)
     if len(shapes) != 1 or not is_known:
         return []
     (shape,) = shapes
     every = tuple(range(len(shape)))
     sums = {"dimension_numbers": ((every, every), ((), ()))} if is_product else {"axes": every}
-    own: dict[Atom, Atom] = dict(arrays)
-    new = []
-    for each in equations:
-        (v,) = each.outvars
-        operands = [x if isinstance(x, core.Literal) else own.get(x, x) for x in each.invars]
-        own[v] = jaxprs.new_variable(v.aval, shape)
-        params = each.params | ({"shape": shape} if _spreads_scalar(each) else {})
-        new.append(each.replace(invars=operands, outvars=[own[v]], params=params))
+    own = arrays | {v: jaxprs.new_variable(v.aval, shape) for v in part.results}
+    new = renamed(
+        part.equations, own, lambda each: {"shape": shape} if _spreads_scalar(each) else {}
+    )
     return [*new, eqn.replace(invars=[own[v] for v in eqn.invars], params=eqn.params | sums)]
 
 

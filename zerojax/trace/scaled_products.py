@@ -11,15 +11,16 @@ XLA then converts codes within the product, and reads one byte for each int8 cod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import Graph, graph_of
+from zerojax.graph.primitives import CAST
 from zerojax.xla import jaxprs
 from zerojax.xla.rewriter import Rewriter, replaced
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
@@ -44,26 +45,18 @@ def with_scaled_products(closed: AnyJaxpr) -> AnyJaxpr:
       >>> names.index("dot_general") < len(names) - 1, names[-1]
       (True, 'mul')
     """
-    rewritten: AnyJaxpr = _Programs()(closed)
-    return rewritten
+    return _Products()(closed)
 
 
-class _Programs(Rewriter):
-    """Rewrites the products of programs."""
+class _Products(Rewriter):
+    """Rewrites products."""
 
-    def body(self, jaxpr: Jaxpr) -> Jaxpr:
-        graph = graph_of(jaxpr)
-        equations = [new for eqn in jaxpr.eqns for new in self._rewritten(eqn, graph)]
-        if all(a is b for a, b in zip(equations, jaxpr.eqns, strict=False)):
-            return jaxpr
-        return jaxpr.replace(eqns=equations)
-
-    def _rewritten(self, eqn: Equation, graph: Graph) -> list[Equation]:
+    def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
         if eqn.primitive is prims.dot_general_p:
             for side in (1, 0):
-                if (factors := _factors(eqn, side, graph)) is not None:
+                if (factors := _factors(eqn, side, graph_of(jaxpr))) is not None:
                     return _scaled_after(eqn, side, factors)
-        return [self.inside(eqn, jaxprs.programs(eqn))]
+        return super().equation(eqn, jaxpr)
 
 
 class _Factors(NamedTuple):
@@ -76,26 +69,17 @@ class _Factors(NamedTuple):
 def _factors(eqn: Equation, side: int, graph: Graph) -> _Factors | None:
     """Returns the factors of an operand; None if it is not scaled codes, or the scales vary along
     the dimensions that the product sums over."""
-    product = graph.producer(_before_casts(eqn.invars[side], graph))
+    product = graph.producer(graph.origin(eqn.invars[side], {CAST}))
     if product is None or product.primitive is not prims.mul_p:
         return None
     summed = jaxprs.param(eqn, "dimension_numbers")[0][side]
     for codes, scales in (product.invars, product.invars[::-1]):
-        source = _before_casts(codes, graph)
+        source = graph.origin(codes, {CAST})
         is_codes = jnp.issubdtype(source.aval.dtype, jnp.integer) and source is not codes
         same_rank = scales.aval.ndim == source.aval.ndim == eqn.invars[side].aval.ndim
         if is_codes and same_rank and all(scales.aval.shape[d] == 1 for d in summed):
             return _Factors(source, scales)
     return None
-
-
-def _before_casts(v: Atom, graph: Graph) -> Atom:
-    while not isinstance(v, core.Literal):
-        producer = graph.producer(v)
-        if producer is None or producer.primitive is not prims.convert_element_type_p:
-            return v
-        (v,) = producer.invars
-    return v
 
 
 def _scaled_after(eqn: Equation, side: int, factors: _Factors) -> list[Equation]:

@@ -9,6 +9,7 @@ matrix. A product of two rows stays a matrix product, which reads the matrix onc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import jax
@@ -74,29 +75,22 @@ def with_repeated_rows(closed: AnyJaxpr, products: SmallProducts) -> AnyJaxpr:
       >>> [(eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in new.eqns]
       [('broadcast_in_dim', (2, 4)), ('dot_general', (2, 8)), ('slice', (1, 8))]
     """
-    rewritten: AnyJaxpr = _Programs(products)(closed)
-    return rewritten
+    return _Products(products)(closed)
 
 
-class _Programs(Rewriter):
-    """Rewrites the products of programs."""
+class _Products(Rewriter):
+    """Rewrites products."""
 
     def __init__(self, products: SmallProducts) -> None:
         super().__init__()
         self._products = products
 
-    def body(self, jaxpr: Jaxpr) -> Jaxpr:
-        equations = [new for eqn in jaxpr.eqns for new in self._rewritten(eqn)]
-        if all(a is b for a, b in zip(equations, jaxpr.eqns, strict=False)):
-            return jaxpr
-        return jaxpr.replace(eqns=equations)
-
-    def _rewritten(self, eqn: Equation) -> list[Equation]:
+    def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
         if eqn.primitive is prims.dot_general_p:
             for side in (0, 1):
                 if (axis := _single_row(eqn, side, self._products)) is not None:
                     return _repeated(eqn, side, axis)
-        return [self.inside(eqn, jaxprs.programs(eqn))]
+        return super().equation(eqn, jaxpr)
 
 
 def _free(eqn: Equation, side: int) -> list[int]:

@@ -12,10 +12,10 @@ from flax.core.scope import LazyRng
 from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, TraceContextError
 
 from zerojax.graph.primitives import DRAWS
-from zerojax.graph.search import equations
+from zerojax.graph.search import everything, holds
 from zerojax.xla import hijax
 from zerojax.xla.jaxprs import open_jaxpr
-from zerojax.xla.types import PyTree
+from zerojax.xla.types import Equation, PyTree
 
 
 def tiled(fn: Callable[..., PyTree], *, chunks: int, shards: int = 1) -> Callable[..., PyTree]:
@@ -144,6 +144,10 @@ def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return apply
 
 
+def _draws(eqn: Equation) -> bool:
+    return eqn.primitive.name in DRAWS
+
+
 def _check(name: str, run: Callable[..., PyTree], first: PyTree, size: int) -> None:
     try:
         traced, results = hijax.trace(run, *first)
@@ -153,8 +157,7 @@ def _check(name: str, run: Callable[..., PyTree], first: PyTree, size: int) -> N
             "such as the keys of dropout or running means, which chunks of a sequence cannot do; "
             "call it without tiled"
         ) from error
-    drawn = {eqn.primitive.name for eqn in equations(open_jaxpr(traced)[0])}
-    if DRAWS & drawn:
+    if holds(open_jaxpr(traced)[0], _draws, everything):
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout?), and each chunk would "
             "draw the same ones; draw before or after it, or call it without tiled. A linen "

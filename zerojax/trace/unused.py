@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from zerojax.graph.def_use import graph_of
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr
-from zerojax.xla.unused import unused, without_unused
+from zerojax.xla.types import AnyJaxpr, Equation
+from zerojax.xla.unused import without_unused
 
 
 def without_unused_gradients(closed: AnyJaxpr) -> AnyJaxpr:
@@ -18,7 +19,11 @@ def without_unused_gradients(closed: AnyJaxpr) -> AnyJaxpr:
       closed: The step's jaxpr and its constants.
     """
     jaxpr = jaxprs.open_jaxpr(closed)[0]
-    names = (marks.GRADIENT, marks.UNUSED)
-    if not any(marks.is_mark(eqn, name) for eqn in unused(jaxpr) for name in names):
+    used = graph_of(without_unused(jaxpr, jaxprs.whole)).results(_is_gradient)
+    if used == graph_of(jaxpr).results(_is_gradient):
         return closed
     return jaxprs.with_body(closed, without_unused(jaxpr))
+
+
+def _is_gradient(eqn: Equation) -> bool:
+    return marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.UNUSED)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
-from jax.extend import core
 
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import ELEMENTWISE
@@ -35,7 +34,7 @@ def find_gradients(jaxpr: Jaxpr, state: Sequence[int]) -> list[Atom]:
     graph = graph_of(jaxpr)
     new = {jaxpr.invars[i]: jaxpr.outvars[i] for i in state}
     gradients = _from_backward(new.values(), graph)
-    params = _differentiated(jaxpr, new.keys()) if gradients else set()
+    params = _differentiated(new.keys(), graph) if gradients else set()
     if not gradients or len(gradients) > len(params):
         return []
     reached = [origins(v, gradients, graph) for v in new.values()]
@@ -44,7 +43,7 @@ def find_gradients(jaxpr: Jaxpr, state: Sequence[int]) -> list[Atom]:
         all(len(found) < 2 for found in reached)
         and set().union(*reached) == {*gradients}
         and {*used_gradients} == {*gradients}
-        and not _backward_reads_updates(gradients, jaxpr)
+        and not _backward_reads_updates(gradients, graph)
         and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in gradients)
     )
     return gradients if certain else []
@@ -53,17 +52,8 @@ def find_gradients(jaxpr: Jaxpr, state: Sequence[int]) -> list[Atom]:
 def origins(v: Atom, variables: Collection[Atom], graph: Graph) -> set[Atom]:
     """Returns those of ``variables`` from which ``v`` is computed element by element, through
     values of the same shape; on each path the one nearest to ``v``."""
-    left, seen, found = [v], set[Atom](), set[Atom]()
-    while left:
-        v = left.pop()
-        if isinstance(v, core.Literal) or v in seen:
-            continue
-        seen.add(v)
-        if v in variables:
-            found.add(v)
-        elif (eqn := graph.producer(v)) is not None:
-            left += _operands(eqn, v)
-    return found
+    ends = graph.backward_slice([v], variables.__contains__, operands=_operands).ends
+    return {*ends}.intersection(variables)
 
 
 def _operands(eqn: Equation, v: Atom) -> list[Atom]:
@@ -80,41 +70,28 @@ def _operands(eqn: Equation, v: Atom) -> list[Atom]:
 def _from_backward(values: Collection[Atom], graph: Graph) -> list[Atom]:
     """Returns the results of the backward pass from which values are computed by equations outside
     any backward pass; none if such an equation has a backward pass inside."""
-    left, seen, found = [*values], set[Atom](), list[Atom]()
-    while left:
-        v = left.pop()
-        if isinstance(v, core.Literal) or v in seen:
-            continue
-        seen.add(v)
-        if (eqn := graph.producer(v)) is None:
-            continue
-        if jaxprs.is_transposed(eqn):
-            found.append(v)
-        elif contains(eqn, jaxprs.is_transposed):
-            return []
-        else:
-            left += eqn.invars
-    return found
+    outside = graph.backward_slice(values, through=_is_outside_backward)
+    if any(map(_has_backward, outside.equations)):
+        return []
+    return [v for v in outside.ends if graph.producer(v) is not None]
 
 
-def _backward_reads_updates(gradients: Collection[Atom], jaxpr: Jaxpr) -> bool:
+def _is_outside_backward(eqn: Equation) -> bool:
+    return not jaxprs.is_transposed(eqn)
+
+
+def _has_backward(eqn: Equation) -> bool:
+    return contains(eqn, jaxprs.is_transposed)
+
+
+def _backward_reads_updates(gradients: Collection[Atom], graph: Graph) -> bool:
     """Returns whether a backward pass reads values that an update has computed from gradients."""
-    updated = set[Atom]()
-    for eqn in jaxpr.eqns:
-        if jaxprs.is_transposed(eqn):
-            if not updated.isdisjoint(jaxprs.variables(eqn.invars)):
-                return True
-        elif any(v in updated or v in gradients for v in jaxprs.variables(eqn.invars)):
-            updated.update(eqn.outvars)
-    return False
+    read = graph.inputs(jaxprs.is_transposed)
+    updates = graph.backward_slice(read, through=_is_outside_backward)
+    return not {*gradients}.isdisjoint(updates.ends)
 
 
-def _differentiated(jaxpr: Jaxpr, arguments: Collection[Atom]) -> set[Atom]:
+def _differentiated(arguments: Collection[Atom], graph: Graph) -> set[Atom]:
     """Returns the arguments from which differentiated values are computed element by element."""
-    graph, found = graph_of(jaxpr), set[Atom]()
-    for eqn in filter(jaxprs.is_differentiated, jaxpr.eqns):
-        for v in jaxprs.variables(eqn.invars):
-            producer = graph.producer(v)
-            if producer is None or not jaxprs.is_differentiated(producer):
-                found |= origins(v, arguments, graph)
-    return found
+    read = graph.inputs(jaxprs.is_differentiated)
+    return set[Atom]().union(*(origins(v, arguments, graph) for v in read))

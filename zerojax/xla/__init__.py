@@ -5,7 +5,8 @@ this room knows stages or plans. In reading order:
 
 - ``types``: the types of pytrees, equations and jaxprs in annotations.
 - ``jaxprs``: contents of equations and jaxprs; :func:`zerojax.xla.jaxprs.evaluate` runs one.
-- ``rewriter``: :class:`zerojax.xla.rewriter.Rewriter`, rewrites jaxprs and those inside them.
+- ``rewriter``: :class:`zerojax.xla.rewriter.Rewriter`, which rewrites jaxprs and those inside them
+  by a rule for one equation.
 - ``hijax``: :func:`zerojax.xla.hijax.trace`, the traced function in terms that all rules know.
 - ``unused``: arguments and equations that no result needs.
 - ``compat``: differences between versions of jax, and private names of JAX and Python.

@@ -10,7 +10,7 @@ so earlier.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -40,22 +40,20 @@ class _Opener(Rewriter):
 
     def body(self, jaxpr: Any) -> Jaxpr:
         """Returns an open jaxpr without hijax; the jaxpr itself if it has none."""
-        if not jaxpr.is_high:
-            return cast(Jaxpr, jaxpr)
-        opened = jaxpr.replace(eqns=list(map(self._equation, jaxpr.eqns)), is_high=False)
+        opened = super().body(jaxpr).replace(is_high=False) if jaxpr.is_high else jaxpr
         return cast(Jaxpr, opened)
 
-    def _equation(self, eqn: Equation) -> Equation:
+    def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
         operands = [v.aval for v in eqn.invars]
         if not eqn.primitive.is_high(*operands, **eqn.params):
-            return eqn
+            return [eqn]
         _check_arrays(eqn)
         if next(jaxprs.inner(eqn), None) is not None:
-            return self.inside(eqn, eqn.params)
+            return [self.inside(eqn, eqn.params)]
         run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
         with jaxprs.traced_where(eqn):
             body = self(jax.make_jaxpr(run)(*operands))
-        return eqn.replace(primitive=prims.closed_call_p, params={"call_jaxpr": body})
+        return [eqn.replace(primitive=prims.closed_call_p, params={"call_jaxpr": body})]
 
 
 def _check_arrays(eqn: Any) -> None:

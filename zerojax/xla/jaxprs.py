@@ -273,6 +273,11 @@ def named_as(eqn: Equation) -> contextlib.AbstractContextManager[None]:
     return source_info_util.user_context(source(eqn).traceback, name_stack=names)
 
 
+def whole(eqn: Equation, used: Sequence[bool]) -> Equation | None:
+    """Returns ``eqn`` itself if a result of it is used, or if it has an effect; else None."""
+    return eqn if any(used) or eqn.effects else None
+
+
 def pruned(eqn: Equation, used: Sequence[bool]) -> Equation | None:
     """Returns ``eqn`` in a form that computes only the used results; None if nothing needs it.
 
@@ -281,7 +286,7 @@ def pruned(eqn: Equation, used: Sequence[bool]) -> Equation | None:
     """
     rule: Any = partial_eval.dce_rules.get(eqn.primitive)
     if rule is None:
-        return eqn if any(used) or eqn.effects else None
+        return whole(eqn, used)
     # From 0.12 on, rules also take whether each operand, if it is a reference, is read later.
     read_later = [[True] * len(eqn.invars)] if jax.version.__version_info__ >= (0, 12) else []
     return cast("Equation | None", rule([*used], *read_later, eqn)[1])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import abc
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from jax.extend import core
 
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr, Value
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, Value
+
+J = TypeVar("J", bound=AnyJaxpr)
 
 
 def map_params(value: Value, change: Callable[..., Value], *others: Value) -> Value:
@@ -29,34 +30,60 @@ def map_params(value: Value, change: Callable[..., Value], *others: Value) -> Va
     return change(value, *others)
 
 
-def are_same(one: Iterable[object], two: Iterable[object]) -> bool:
+def map_jaxprs(params: Value, change: Callable[[Any], Value]) -> Value:
+    """Applies a function to the jaxprs in parameters of an equation, see :func:`map_params`."""
+    return map_params(params, lambda value: change(value) if jaxprs.is_jaxpr(value) else value)
+
+
+def are_same(one: Collection[object], two: Collection[object]) -> bool:
     """Returns whether two sequences hold the same objects."""
-    return all(map(operator.is_, one, two))
+    return len(one) == len(two) and all(map(operator.is_, one, two))
 
 
-class Rewriter(abc.ABC):
-    """Rewrites jaxprs, open or closed. A jaxpr that several equations share stays shared."""
+class Rewriter:
+    """Rewrites jaxprs, open or closed, and the jaxprs in their equations.
+
+    A subclass has the rule, :meth:`equation`, which says what takes the place of one equation. Of a
+    jaxpr in which nothing changes the result is the same object, and a jaxpr that several equations
+    share stays shared.
+
+    Example:
+      >>> class Cosines(Rewriter):
+      ...     def equation(self, eqn, jaxpr):
+      ...         is_sine = eqn.primitive.name == "sin"
+      ...         new = replaced(eqn, jax.numpy.cos, eqn.invars) if is_sine else None
+      ...         return new or super().equation(eqn, jaxpr)
+      >>> closed = jax.make_jaxpr(lambda x: jax.numpy.sin(x) * 2)(1.0)
+      >>> [eqn.primitive.name for eqn in Cosines()(closed).eqns]
+      ['cos', 'mul']
+    """
 
     def __init__(self) -> None:
         # By identity; holds both, as ids are reused.
         self._known: dict[int, tuple[Any, Any]] = {}
 
-    @abc.abstractmethod
+    def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
+        """Returns what takes the place of an equation of ``jaxpr``: without a rule, the equation
+        itself, with the jaxprs that it runs rewritten."""
+        return [self.inside(eqn, jaxprs.programs(eqn))]
+
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         """Rewrites an open jaxpr; returns the jaxpr itself if nothing changes."""
+        eqns = [new for eqn in jaxpr.eqns for new in self.equation(eqn, jaxpr)]
+        return jaxpr if are_same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns)
 
-    def __call__(self, jaxpr: Any) -> Any:
+    def __call__(self, jaxpr: J) -> J:
         """Rewrites a jaxpr, and keeps its constants."""
         if id(jaxpr) not in self._known:
             body, _ = jaxprs.open_jaxpr(jaxpr)
             new = self.body(body)
             self._known[id(jaxpr)] = jaxpr, jaxpr if new is body else jaxprs.with_body(jaxpr, new)
-        return self._known[id(jaxpr)][1]
+        return cast(J, self._known[id(jaxpr)][1])
 
     def inside(self, eqn: Equation, names: Iterable[str]) -> Equation:
         """Rewrites the jaxprs in these parameters of an equation."""
         params = {name: jaxprs.param(eqn, name) for name in names}
-        new = map_params(params, lambda value: self(value) if jaxprs.is_jaxpr(value) else value)
+        new = map_jaxprs(params, self)
         return eqn if new is params else eqn.replace(params=eqn.params | new)
 
 
@@ -104,22 +131,44 @@ def computing(eqn: Equation, name: str, found: Mapping[int, Computation]) -> Equ
     )
 
 
+def renamed(
+    equations: Iterable[Equation],
+    names: Mapping[Atom, Atom],
+    params: Callable[[Equation], dict[str, object]] = lambda eqn: {},
+) -> Iterator[Equation]:
+    """Yields equations with other variables.
+
+    Args:
+      equations: The equations.
+      names: By variable, the one that takes its place; the others stay.
+      params: The parameters of an equation that change with its variables.
+    """
+
+    def named(v: Atom) -> Atom:
+        return v if isinstance(v, core.Literal) else names.get(v, v)
+
+    for eqn in equations:
+        yield eqn.replace(
+            invars=[*map(named, eqn.invars)],
+            outvars=[*map(named, eqn.outvars)],
+            params=eqn.params | params(eqn),
+        )
+
+
+def traced(
+    function: Callable[..., jax.Array], operands: Sequence[Atom]
+) -> tuple[Iterable[Equation], Sequence[Atom]]:
+    """Traces a function; returns its equations, which take ``operands``, and its results."""
+    closed = jax.make_jaxpr(function)(*(jaxprs.like(v.aval) for v in operands))
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    names = dict(zip(jaxpr.invars, operands, strict=True))
+    return renamed(jaxpr.eqns, names), jaxpr.outvars
+
+
 def replaced(
     eqn: Equation, function: Callable[..., jax.Array], operands: Sequence[Atom]
 ) -> list[Equation]:
     """Returns the equations of a function of `operands`, which compute the result of `eqn`."""
     with jaxprs.traced_where(eqn):
-        closed = jax.make_jaxpr(function)(*(jaxprs.like(v.aval) for v in operands))
-    jaxpr, _ = jaxprs.open_jaxpr(closed)
-    names: dict[Atom, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
-    names |= dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
-
-    def named(v: Atom) -> Atom:
-        return v if isinstance(v, core.Literal) else names.get(v, v)
-
-    return [
-        each.replace(
-            invars=[named(v) for v in each.invars], outvars=[named(v) for v in each.outvars]
-        )
-        for each in jaxpr.eqns
-    ]
+        equations, results = traced(function, operands)
+    return [*renamed(equations, dict(zip(results, eqn.outvars, strict=True)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from jax.extend import core
@@ -9,6 +10,10 @@ from jax.interpreters import partial_eval
 
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Equation, Jaxpr
+
+Prune = Callable[[Equation, Sequence[bool]], Equation | None]
+"""Function from an equation, and whether each of its results is used, to the equation in a form
+that computes the used results; None if nothing needs it."""
 
 
 def used_arguments(closed: AnyJaxpr) -> list[bool]:
@@ -19,30 +24,18 @@ def used_arguments(closed: AnyJaxpr) -> list[bool]:
     return list(partial_eval.dce_jaxpr(cast(core.Jaxpr, jaxprs.open_jaxpr(closed)[0]), True)[1])
 
 
-def unused(jaxpr: Jaxpr) -> list[Equation]:
-    """Returns the equations of an open jaxpr that no result and no effect depends on, last first.
-
-    A call, loop or conditional counts as one equation, which uses all of its operands.
-    """
-    needed, found = {*jaxprs.variables(jaxpr.outvars)}, []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(jaxprs.variables(eqn.invars))
-        else:
-            found.append(eqn)
-    return found
-
-
-def without_unused(jaxpr: Jaxpr) -> Jaxpr:
-    """Removes all values, also in calls and loops, that no result or effect of a jaxpr depends on.
+def without_unused(jaxpr: Jaxpr, prune: Prune = jaxprs.pruned) -> Jaxpr:
+    """Removes all values that no result or effect of a jaxpr depends on.
 
     Args:
       jaxpr: The open jaxpr, which keeps its arguments and results.
+      prune: Decides what is left of an equation. By default, values in calls and loops are removed
+        too; with :func:`zerojax.xla.jaxprs.whole`, a call or loop that stays uses all its operands.
     """
     needed, kept = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
-        pruned = jaxprs.pruned(eqn, [v in needed for v in eqn.outvars])
-        if pruned is not None:
-            kept.append(pruned)
-            needed.update(jaxprs.variables(pruned.invars))
+        left = prune(eqn, [v in needed for v in eqn.outvars])
+        if left is not None:
+            kept.append(left)
+            needed.update(jaxprs.variables(left.invars))
     return jaxpr.replace(eqns=kept[::-1])

@@ -108,6 +108,21 @@ def test_numbers_are_the_same(program: Any, group_size: int | None) -> None:
     assert has_stack != (program in WITHOUT_STACK)
 
 
+def test_a_vector_that_is_read_by_layer_and_in_full() -> None:
+    """As wide as there are layers."""
+
+    def run(codes: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
+        both = scale[:, None, None] * jnp.broadcast_to(scale, codes.shape)
+        return scanned(codes.astype(jnp.float32) * both, x)
+
+    given = jnp.ones((4, 4, 4), jnp.int8), jnp.arange(4.0), jnp.arange(4.0) / 10
+    traced = jax.make_jaxpr(run)(*given)
+    found, expected = (
+        jaxpr_as_fun(each)(*given) for each in (with_late_weights(traced, 2), traced)
+    )
+    np.testing.assert_array_equal(found[0], expected[0])
+
+
 def test_other_programs_are_unchanged() -> None:
     def run(codes: jax.Array, scales: jax.Array, x: jax.Array) -> Any:
         return codes[0].max() + scanned(scales * jnp.outer(x, x), x)

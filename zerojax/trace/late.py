@@ -8,6 +8,7 @@ into a loop over layers, or into a function.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -184,13 +185,19 @@ def _stacked(recipe: Slice, stack: Atom) -> set[Atom] | None:
     graph = Graph(recipe.equations, [stack])
     by_layer = graph.backward_slice([stack], operands=_operands_with_layers)
     stacked = {*by_layer.results, *by_layer.ends}
-    read_in_full = graph.inputs(lambda eqn: stacked.isdisjoint(eqn.outvars))
+    # A vector of as many elements as layers may be read by layer here, and in full there.
+    in_full = {*graph.inputs(lambda eqn: stacked.isdisjoint(eqn.outvars))}
+    in_full |= {*itertools.chain(*map(_operands_without_layers, by_layer.equations))}
     keeps_layers = all(map(_keeps_layers, by_layer.equations))
-    return stacked if keeps_layers and stacked.isdisjoint(read_in_full) else None
+    return stacked if keeps_layers and stacked.isdisjoint(in_full) else None
 
 
 def _operands_with_layers(eqn: Equation, out: Atom) -> list[Atom]:
     return [v for v in jaxprs.variables(eqn.invars) if _has_layers(eqn, v)]
+
+
+def _operands_without_layers(eqn: Equation) -> list[Atom]:
+    return [v for v in jaxprs.variables(eqn.invars) if not _has_layers(eqn, v)]
 
 
 def _keeps_layers(eqn: Equation) -> bool:

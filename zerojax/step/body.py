@@ -194,8 +194,8 @@ class Body:
         if not self._knows_parameters:  # its updates have no marks
             return
         leaves = len(jax.tree.leaves(start.params))
-        straight, branched, looped = count(jaxpr, GRADIENT)
-        n = (straight + branched) // max(1, min(self._sizes, default=leaves))
+        times, looped = count(jaxpr, GRADIENT)
+        n = times // max(1, min(self._sizes, default=leaves))
         if not n + looped and _updates_itself(jaxpr, start):
             if self._needs_tx:
                 raise ValueError(
@@ -211,12 +211,12 @@ class Body:
                 "train under jax.jit instead."
             )
         if self.once and (n > 1 or looped):
-            times = "in a loop" if looped else f"{n} times"
+            often = "in a loop" if looped else f"{n} times"
             marked = functools.partial(is_mark, name=GRADIENT)
             update = next(filter(marked, equations(jaxpr)), None)
             place = None if update is None else line(jaxprs.source(update).traceback)
-            times += f" at {place}" if place else ""
-            raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
+            often += f" at {place}" if place else ""
+            raise ValueError(f"{self.name} updates {often}, which cannot be {self.once}.")
 
 
 def _without_views(tree: PyTree) -> PyTree:

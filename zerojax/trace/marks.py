@@ -62,26 +62,23 @@ def reach_optimizer(jaxpr: Jaxpr) -> bool:
     return search.holds(jaxpr, is_mark, search.everything, GRADIENT)
 
 
-def count(jaxpr: Jaxpr, name: str) -> tuple[int, int, int]:
-    """Counts the marks of this name that run once, those in branches, and the loops with marks.
+def count(jaxpr: Jaxpr, name: str) -> tuple[int, int]:
+    """Counts the marks of this name outside loops, and the loops with marks.
 
     Of several branches the one with the most marks counts. The recomputation of a rematerialised
     block is left out, because it repeats marks.
     """
-    straight = branched = looped = 0
+    times = looped = 0
     for eqn in jaxpr.eqns:
         if is_mark(eqn, name):
-            straight += 1
+            times += 1
         elif inside := jaxprs.bodies(eqn):
             if not jaxprs.runs_backward(eqn):
-                counts = [count(body, name) for body in inside]
-                once, chosen, often = (max(n) for n in zip(*counts, strict=True))
-                choice = eqn.primitive is prims.cond_p
-                straight, branched = straight + once * (not choice), branched + once * choice
-                branched, looped = branched + chosen, looped + often
+                once, often = zip(*(count(body, name) for body in inside), strict=True)
+                times, looped = times + max(once), looped + max(often)
         else:
             looped += holds(eqn, name)
-    return straight, branched, looped
+    return times, looped
 
 
 class MarkOrigins(enum.IntFlag):

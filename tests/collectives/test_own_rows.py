@@ -109,7 +109,9 @@ def convolution(lhs: tuple[int, ...], rhs: tuple[int, ...], **groups: int) -> An
     [
         (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (3, None), True),
         (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (None, 3), True),
-        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (None, None), False),
+        (convolution((1, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (None, None), True),
+        (convolution((8, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (None, None), False),
+        (convolution((8, 4, 4, 32), (3, 3, 2, 64), feature_group_count=16), (3, None), True),
         (convolution((1, 4, 4, 24), (3, 3, 2, 24), feature_group_count=12), (3, None), False),
         # Depthwise on rows, and its gradient.
         (convolution((16, 4, 4, 32), (3, 3, 1, 32), feature_group_count=32), (0, None), False),

@@ -28,8 +28,9 @@ from zerojax.xla.types import Equation
 def has_rows_for_groups(eqn: Equation, rows: RowDimensions, devices: int) -> bool:
     """Returns whether an equation is, or contains, a convolution with a group for each row.
 
-    Groups are also taken for rows if ``jax.vmap`` produced the convolution and its batch is not
-    known to have rows: at worst this moves rows unnecessarily.
+    Groups are also taken for rows if the devices cannot share the convolution's batch, or if
+    ``jax.vmap`` produced it and its batch is not known to have rows: at worst this moves rows
+    unnecessarily.
 
     Args:
       eqn: The equation; a call, a loop or a choice may contain the convolution.
@@ -51,7 +52,10 @@ def _is_grouped_by_rows(eqn: Equation, rows: RowDimensions, n: int) -> bool:
     known, of_kernel = (rows.dims(v) for v in eqn.invars)
     if group in known or kernel[0] in of_kernel:
         return True
-    return jaxprs.is_batched(eqn) and batch not in known
+    # Where rows have been lost on the way, XLA's numbers would be wrong without an error.
+    by_vmap, shape = jaxprs.is_batched(eqn), eqn.invars[0].aval.shape
+    cannot_share_batch = batch is not None and bool(shape[batch] % n)
+    return cannot_share_batch or (by_vmap and batch not in known)
 
 
 def on_own_rows(eqn: Equation, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:

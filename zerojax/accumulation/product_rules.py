@@ -5,11 +5,13 @@ They are part of the table in :mod:`zerojax.accumulation.row_rules`, which descr
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout, together
 from zerojax.accumulation.symbolic import growing
+from zerojax.graph.contractions import Contraction
+from zerojax.graph.lookups import Lookup
 from zerojax.graph.primitives import SCATTER_ADDS
 from zerojax.xla.jaxprs import param
 from zerojax.xla.types import Equation
@@ -30,12 +32,12 @@ def apart(eqn: Equation, kinds: Kinds) -> RowKind | None:
 
 def product(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a matrix product: rows, or a sum if rows are contracted."""
-    contracted, batched = param(eqn, "dimension_numbers")
+    product = Contraction.of(eqn)
     if any(k.rows and k.index for k in kinds):
         return None
-    if not any(k.rows and k.dim in contracted[i] for i, k in enumerate(kinds)):
+    if not any(k.rows and k.dim in product.contracted[i] for i, k in enumerate(kinds)):
         # Rows of one operand alone, or of both along a batch dimension.
-        free = any(k.rows and k.dim not in batched[i] for i, k in enumerate(kinds))
+        free = any(k.rows and k.dim in product.free(i) for i, k in enumerate(kinds))
         return None if free and all(k.rows for k in kinds) else apart(eqn, kinds)
     if any(map(growing, eqn.outvars)) or shared_layout([k.but(dim=0) for k in kinds]) is None:
         return None
@@ -64,54 +66,51 @@ def convolution(eqn: Equation, kinds: Kinds) -> RowKind | None:
 def lookup(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a lookup (``gather``) in a table, or in rows by their own index."""
     operand, indices = kinds
-    dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
+    windows, d = Lookup.of(eqn), operand.dim
     inherited: dict[str, Any] = together(kinds) | {"zero": False}
     numbered = {"index": "number"} if operand.index or indices.index else {}
     if not operand.rows:
         layout = moved(eqn, indices)
-        return layout and layout.but(**inherited, **numbered)
-    shape, d = eqn.invars[0].aval.shape, operand.dim
-    if d in dn.operand_batching_dims:
+    elif d in windows.batched:
         layout = apart(eqn, kinds) if indices.rows else None
-        return layout and layout.but(**inherited, **numbered)
-    layout = moved(eqn, operand)
-    if sizes[d] == shape[d] and d not in dn.collapsed_slice_dims:
-        return None if indices.rows else layout and layout.but(**inherited, **numbered)
-    own = _own_index(indices, dn.start_index_map, d)
-    if own and shape[d] == eqn.invars[1].aval.shape[indices.dim]:
-        return layout and layout.but(**inherited)
-    return None
+    elif d in windows.complete:
+        layout = None if indices.rows else moved(eqn, operand)
+    else:
+        layout = moved(eqn, operand) if _own_index(eqn, indices, windows.columns, d) else None
+        numbered = {}
+    return layout and layout.but(**inherited, **numbered)
 
 
-def _own_index(indices: RowKind, columns: Collection[int], d: int) -> bool:
-    """Returns whether the column of ``indices`` for a dimension holds each row's own index."""
-    own = indices.rows and indices.index == "own" and d in columns
-    return own and indices.column == list(columns).index(d)
+def _own_index(eqn: Equation, indices: RowKind, columns: Sequence[int], d: int) -> bool:
+    """Returns whether the column of ``indices`` for a dimension holds the own index of each row
+    along this dimension."""
+    if not indices.rows or indices.index != "own" or d not in columns:
+        return False
+    array, numbers = (v.aval.shape for v in eqn.invars[:2])
+    return indices.column == columns.index(d) and array[d] == numbers[indices.dim]
 
 
 def scatter(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a scatter: a sum if rows are added to zeros or to a sum, else rows."""
     operand, indices, updates = kinds
-    dn = param(eqn, "dimension_numbers")
-    inherited = together(kinds)
+    windows, inherited = Lookup.of(eqn), together(kinds)
     if not operand.rows:
         adds = eqn.primitive.name in SCATTER_ADDS
         summed = operand.name == "sum" or (operand.name == "fixed" and operand.zero)
         if not adds or not summed or updates.index or indices.index:
             return None
         return RowKind("sum", **inherited)
-    d, shape = operand.dim, eqn.invars[0].aval.shape
+    d = operand.dim
     outers = {k.outer for k in kinds if k.rows} - {None}
     if len(outers) > 1:
         return None
     numbered = "number" if operand.index or updates.index else ""
     layout = operand.but(outer=next(iter(outers), None), zero=False, index=numbered, **inherited)
-    if d in dn.operand_batching_dims:
+    if d in windows.batched:
         layout = layout.but(index="number") if indices.index else layout
         return layout if indices.rows else None
-    if d in dn.inserted_window_dims:
-        own = _own_index(indices, dn.scatter_dims_to_operand_dims, d)
-        covers_all_rows = own and shape[d] == eqn.invars[1].aval.shape[indices.dim]
-        return layout if covers_all_rows else None
-    is_full_window = any(eqn.invars[2].aval.shape[x] == shape[d] for x in dn.update_window_dims)
+    if d in windows.picked:
+        return layout if _own_index(eqn, indices, windows.columns, d) else None
+    array, _, updates_shape = (v.aval.shape for v in eqn.invars)
+    is_full_window = any(updates_shape[at] == array[d] for at in windows.window.values())
     return layout if is_full_window and not indices.rows else None

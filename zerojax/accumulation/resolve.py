@@ -33,10 +33,8 @@ def analyse(
       rest: Positions, among the results, of state other than parameters and optimizer state.
     """
     choices = Choices()
-    flat, owned = (
-        symbolic.flat,
-        set[object](),
-    )  # places of equations that compute or read batch statistics
+    flat = symbolic.flat
+    owned = set[object]()  # places of equations that compute or read batch statistics
     while True:
         analysis = Analysis(symbolic, given, rows, choices, hopeful=True)
         statistics = set[Atom]()

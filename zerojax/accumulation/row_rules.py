@@ -19,6 +19,7 @@ from zerojax.accumulation.product_rules import apart, convolution, lookup, moved
 from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.primitives import (
     BY_ROW,
+    CONTRACTIONS,
     CUMULATIVE,
     FACTORIZATIONS,
     LABELS,
@@ -214,7 +215,7 @@ RULES: dict[str, Rule] = {
     "approx_top_k": _named("reduction_dimension"),
     "concatenate": _concatenate,
     "conv_general_dilated": convolution,
-    "dot_general": product,
+    **dict.fromkeys(CONTRACTIONS, product),
     "dynamic_slice": _update,
     "dynamic_update_slice": _update,
     "fft": _works_along(lambda eqn: range(-len(param(eqn, "fft_lengths")), 0)),

@@ -80,7 +80,7 @@ class Split:
 
       before:           3 equations on the global batch
       each micro-batch: 57 equations; passes arguments (4,) to the next
-        sum  float32[8, 4]  dot_general at train.py:7
+        sum  float32[4]  reduce_sum at train.py:7
         result 9 averaged
       after:            20 equations
     """

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from zerojax.accumulation.kinds import Kinds, RowKind, together
 from zerojax.accumulation.reductions import REDUCES
-from zerojax.graph.primitives import ADDITIVE, ADDITIVE_TOGETHER, MOVES, READS, SCATTER_ADDS
+from zerojax.graph.primitives import ADDITIVE, BILINEAR, MOVES, READS, SCATTER_ADDS
 from zerojax.xla.types import Equation
 
 
@@ -35,9 +35,9 @@ def reduced(eqn: Equation, kinds: Kinds) -> RowKind | None:
         return same if name == kind or REDUCES.get(name) == kind else None
     summed = [k.name == "sum" for k in kinds]
     sum_or_zero = [k.name == "sum" or k.zero for k in kinds]
-    if name in ADDITIVE or (name in ADDITIVE_TOGETHER and all(sum_or_zero)):
-        return same
-    if name == "mul" or name == "dot_general":
+    if name in ADDITIVE:
+        return same if all(sum_or_zero) else None
+    if name in BILINEAR:
         return same if sum(summed) == 1 else None
     if name == "div":
         floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
@@ -46,8 +46,6 @@ def reduced(eqn: Equation, kinds: Kinds) -> RowKind | None:
         return same if not summed[0] and all(sum_or_zero[1:]) else None
     if name == "dynamic_update_slice":
         return same if all(sum_or_zero[:2]) and not any(summed[2:]) else None
-    if name == "pad":
-        return same if all(sum_or_zero) else None
     if name in SCATTER_ADDS:
         return same if sum_or_zero[0] and sum_or_zero[2] and not summed[1] else None
     return None

@@ -26,8 +26,10 @@ from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
 from zerojax.devices.mesh import REPLICA
+from zerojax.graph.contractions import Contraction
 from zerojax.graph.def_use import Graph, graph_of
-from zerojax.graph.primitives import LINEAR, PRODUCTS
+from zerojax.graph.lookups import Lookup
+from zerojax.graph.primitives import CONTRACTIONS, LINEAR, PRODUCTS
 from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains
 from zerojax.plan import layout
@@ -86,8 +88,8 @@ def _sent_instead(
         return stack
     if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
         _, indices, rows = values
-        row_dims = jaxprs.param(eqn, "dimension_numbers").inserted_window_dims
-        to_rows = any(d in row_dims for d in layout.dimensions(spec, gatherer.axis))
+        picked = Lookup.of(eqn).picked
+        to_rows = any(d in picked for d in layout.dimensions(spec, gatherer.axis))
         stack.enter_context(
             ledger.place(decisions.PRODUCED, "fewer rows than the table's are sent")
         )
@@ -149,9 +151,9 @@ def can_split(eqn: Equation, rows: RowDimensions, groups: int) -> bool:
     divide among the groups. A lookup in a table of positions has no rows."""
     if eqn.primitive is not prims.scatter_add_p:
         return False
-    indices = eqn.invars[1].aval
-    batching = jaxprs.param(eqn, "dimension_numbers").operand_batching_dims
-    return not batching and 0 in rows.dims(eqn.invars[1]) and indices.shape[0] % groups == 0
+    is_shared = not Lookup.of(eqn).batched
+    indices = eqn.invars[1]
+    return is_shared and 0 in rows.dims(indices) and indices.aval.shape[0] % groups == 0
 
 
 def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Array:
@@ -161,8 +163,7 @@ def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Arr
     first.
     """
     table, indices, updates = values
-    numbers = jaxprs.param(eqn, "dimension_numbers")
-    row = next(d for d in range(updates.ndim) if d not in numbers.update_window_dims)
+    row = Lookup.of(eqn).by_index[0]
 
     def split(x: jax.Array, d: int) -> jax.Array:
         return x.reshape(*x.shape[:d], groups, x.shape[d] // groups, *x.shape[d + 1 :])
@@ -253,10 +254,9 @@ def _terms(
             pending += jaxprs.variables(producer.invars)
         elif producer.primitive.name not in PRODUCTS:
             return None
-        elif producer.primitive is prims.dot_general_p:
-            contracted, _ = jaxprs.param(producer, "dimension_numbers")
-            pairs = zip(producer.invars, contracted, strict=True)
-            over_rows.add(any(d in rows.dims(x) for x, dims in pairs for d in dims))
+        elif (product := Contraction.of(producer)) is not None:
+            summed = zip(producer.invars, product.contracted, strict=True)
+            over_rows.add(any(d in rows.dims(x) for x, dims in summed for d in dims))
     return terms if len(over_rows) <= 1 else None
 
 
@@ -265,26 +265,16 @@ def bind_padded(
 ) -> jax.Array | None:
     """Returns the result of an equation, padded to ``shape``; None for an equation without a
     rule."""
-    rule = _RULES.get(eqn.primitive)
+    rule = _RULES.get(eqn.primitive.name)
     operands = None if rule is None else rule(eqn, values, shape)
     return None if operands is None else jaxprs.bind(eqn, operands)[0]
 
 
 def _product(eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
-    """Pads a product's operands: the result has the batch dimensions first, then the free ones of
-    each side."""
-    (left, right), batch = jaxprs.param(eqn, "dimension_numbers")
-    contracted, sizes = (left, right), list(shape)
-    batch_sizes = [sizes.pop(0) for _ in batch[0]]
-    operands = []
-    for x, over, along in zip(values, contracted, batch, strict=True):
-        padded_shape = list(x.shape)
-        for d, size in zip(along, batch_sizes, strict=True):
-            padded_shape[d] = size
-        for d in range(x.ndim):
-            if d not in over and d not in along:
-                padded_shape[d] = sizes.pop(0)
-        operands.append(pad(x, padded_shape))
+    product, operands = Contraction.of(eqn), []
+    for i, x in enumerate(values):
+        sizes = dict(enumerate(x.shape)) | {d: shape[at] for d, at in product.places(i).items()}
+        operands.append(pad(x, [*sizes.values()]))
     return operands
 
 
@@ -303,17 +293,13 @@ def _lookup(
     if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
         return None
     table, indices, rows = values
-    numbers = jaxprs.param(eqn, "dimension_numbers")
-    rowwise = {*numbers.inserted_window_dims}  # an index beyond the table then adds to padding
-    columns = [d for d in range(table.ndim) if d not in {*rowwise, *numbers.operand_batching_dims}]
-    padded_shape = list(rows.shape)
-    for d, at in zip(columns, numbers.update_window_dims, strict=True):
-        if rows.shape[at] == table.shape[d]:
-            padded_shape[at] = shape[d]
-            rowwise.add(d)
-    if any(shape[d] != table.shape[d] for d in range(table.ndim) if d not in rowwise):
+    lookup, padded_shape = Lookup.of(eqn), list(rows.shape)
+    padded = {*lookup.picked, *lookup.complete}  # an index beyond the table then adds to padding
+    for d in lookup.complete:
+        padded_shape[lookup.window[d]] = shape[d]
+    if any(shape[d] != table.shape[d] for d in range(table.ndim) if d not in padded):
         return None
     return [pad(table, shape), indices, pad(rows, padded_shape)]
 
 
-_RULES = {prims.dot_general_p: _product, prims.reduce_sum_p: _sum, prims.scatter_add_p: _lookup}
+_RULES = dict.fromkeys(CONTRACTIONS, _product) | {"reduce_sum": _sum, "scatter-add": _lookup}

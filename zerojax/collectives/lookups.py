@@ -27,6 +27,7 @@ from zerojax.collectives import decisions
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.graph.lookups import Lookup
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -98,7 +99,7 @@ def spec_by_rows(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimensi
     shape, dims = eqn.invars[0].aval.shape, layout.dimensions(spec, axis)
     if len(dims) != 1 or layout.padded_shape(shape, spec, mesh) != shape:
         return None
-    picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
+    picked = Lookup.of(eqn).picked
     (sharded,), size = dims, eqn.invars[0].aval.size
     shards = layout.parts(spec[sharded], mesh)
     moved = _TIMES * _looked_up(eqn, mesh, rows, shards)
@@ -127,7 +128,7 @@ def by_columns(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimension
     """
     mesh, axis = gatherer.mesh, gatherer.axis
     table, ids, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
+    picked = Lookup.of(eqn).picked
     if (
         (table.ndim, picked, len(ids.shape), out.ndim) != (2, (0,), 3, 3)
         or spec[0] is None

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, PartitionSpec
 
@@ -27,6 +26,7 @@ from zerojax.collectives.reduction import (
     reduce_partial_sums,
 )
 from zerojax.devices.mesh import batch_devices, sequence_size
+from zerojax.graph.contractions import RESULT, Contraction
 from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
@@ -61,7 +61,7 @@ class RowSum(NamedTuple):
     """A sum over the rows of a batch, and over tokens, whose result is a gradient.
 
     Attributes:
-      eqn: The dot_general, the convolution, or the reduce_sum.
+      eqn: The product, the convolution, or the reduce_sum.
       cuts: The dimension of rows of each operand; then the dimension of tokens of each operand, if
         devices share the tokens of a row.
       spec: The spec of the sum's shard.
@@ -128,15 +128,11 @@ class RowSum(NamedTuple):
         return [d - 1 for d in self._own(i, [cut[i] for cut in self.cuts])]
 
     def _multiplied(self, one: jax.Array, other: jax.Array) -> jax.Array:
-        contracted, _ = jaxprs.param(self.eqn, "dimension_numbers")
-        numbers = [self._own(i, dims) for i, dims in enumerate(contracted)]
-        return lax.dot_general(
-            one,
-            other,
-            ((numbers[0], numbers[1]), (self._devices(0), self._devices(1))),
-            precision=jaxprs.param(self.eqn, "precision"),
-            preferred_element_type=jaxprs.param(self.eqn, "preferred_element_type"),
-        )
+        product = Contraction.of(self.eqn)
+        left, right = (self._own(i, dims) for i, dims in enumerate(product.contracted))
+        params = product.params((left, right), (self._devices(0), self._devices(1)))
+        (result,) = jaxprs.bind(self.eqn, (one, other), params)
+        return result
 
     def _added(self, x: jax.Array) -> jax.Array:
         summed = self._own(0, jaxprs.param(self.eqn, "axes"))
@@ -178,7 +174,7 @@ def row_sum_of(
     shape = eqn.outvars[0].aval.shape
     if not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
         return None
-    if sharded_products.find(eqn, sharded_products.RESULT, spec, gatherer) is not None:
+    if sharded_products.find(eqn, RESULT, spec, gatherer) is not None:
         return None
     cuts = _cuts_of(eqn, rows, gatherer.mesh)
     return None if cuts is None else RowSum(eqn, cuts, spec, after)
@@ -187,25 +183,21 @@ def row_sum_of(
 def _cuts_of(eqn: Equation, rows: RowDimensions, mesh: Mesh) -> tuple[tuple[int, ...], ...] | None:
     """Returns the dimensions of rows of the operands, over which the equation sums; then those of
     tokens, if devices share the tokens of a row."""
-    summed: list[tuple[int, ...]]
+    summed: list[tuple[int, ...]] = []
     shared = sequence_size(mesh)
     if eqn.primitive is prims.reduce_sum_p:
         summed = [(d,) for d in jaxprs.param(eqn, "axes")]
-    elif eqn.primitive is prims.dot_general_p:
-        contracted, batched = jaxprs.param(eqn, "dimension_numbers")
+    elif (product := Contraction.of(eqn)) is not None:
         # With automatic mesh axes the output sharding of a product names no axis.
         out_spec = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
-        if any(batched) or any(out_spec):
-            return None
-        summed = list(zip(*contracted, strict=True))
+        if not any(product.batched) and not any(out_spec):
+            summed = list(zip(*product.contracted, strict=True))
     elif eqn.primitive is prims.conv_general_dilated_p:
         # In a kernel's gradient the batch takes the place of the input features.
         numbers = jaxprs.param(eqn, "dimension_numbers")
         groups = [jaxprs.param(eqn, f"{kind}_group_count") for kind in ("feature", "batch")]
-        is_supported = groups == [1, 1] and shared == 1
-        summed = [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if is_supported else []
-    else:
-        return None
+        if groups == [1, 1] and shared == 1:
+            summed = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
     sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}
     known = [rows.dims(v) for v in eqn.invars]
     of_rows = [

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
+from zerojax.graph.contractions import Contraction
+from zerojax.graph.lookups import Lookup
 from zerojax.graph.primitives import LABELS, SLICES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.xla.jaxprs import param
-from zerojax.xla.types import Equation
+from zerojax.xla.types import Atom, Equation
 
 
 def _transpose(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -23,12 +25,11 @@ def _squeeze(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
 
 
 def _broadcast(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    if math.prod(param(eqn, "shape")) != math.prod(eqn.invars[0].aval.shape):
+    old, new = eqn.invars[0].aval, eqn.outvars[0].aval
+    if old.size != new.size:
         return None  # a true broadcast uses the parameter
-    out: list[SpecEntry] = [None] * len(param(eqn, "shape"))
-    for source, target in enumerate(param(eqn, "broadcast_dimensions")):
-        out[target] = spec[source]
-    return tuple(out)
+    entries = dict(zip(param(eqn, "broadcast_dimensions"), spec, strict=True))
+    return tuple(entries.get(d) for d in range(new.ndim))
 
 
 def _reshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -53,10 +54,8 @@ def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) ->
 
 
 def _untranspose(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    out: list[SpecEntry] = [None] * len(spec)
-    for target, source in enumerate(param(eqn, "permutation")):
-        out[source] = spec[target]
-    return tuple(out)
+    entries = dict(zip(param(eqn, "permutation"), spec, strict=True))
+    return tuple(entries[d] for d in range(len(spec)))
 
 
 def _unreshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -64,44 +63,22 @@ def _unreshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
 
 
 def _slice(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    shape = eqn.invars[0].aval.shape
-    strides = param(eqn, "strides") or (1,) * len(shape)
-    taken = zip(param(eqn, "start_indices"), param(eqn, "limit_indices"), strides, strict=True)
-    complete = [each == (0, n, 1) for each, n in zip(taken, shape, strict=True)]
-    return _where_complete(spec, complete)
+    return _where_complete(spec, _same_sizes(eqn.invars[0], eqn.outvars[0]))
 
 
-def _dynamic_slice(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    sizes = zip(param(eqn, "slice_sizes"), eqn.invars[0].aval.shape, strict=True)
-    return _where_complete(spec, [taken == n for taken, n in sizes])
-
-
-def _gather(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    """The rule of a gather of one entry along some dimensions, such as ``jnp.take`` of a layer."""
-    (stack, indices), (out,) = (v.aval for v in eqn.invars), (v.aval for v in eqn.outvars)
-    numbers = param(eqn, "dimension_numbers")
-    if math.prod(indices.shape[:-1]) != 1 or out.ndim != len(numbers.offset_dims):
+def _lookup(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
+    """Returns the spec of the one entry that a gather takes from an array, such as ``jnp.take`` of
+    a layer, or that a scatter adds to it, from the array's spec."""
+    lookup = Lookup.of(eqn)
+    complete = [d in lookup.complete for d in range(len(spec))]
+    if lookup.by_index or _where_complete(spec, complete) is None:
         return None
-    sizes = zip(param(eqn, "slice_sizes"), stack.shape, strict=True)
-    complete = [taken == n for taken, n in sizes]
-    picked = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    if _where_complete(spec, [full and d not in picked for d, full in enumerate(complete)]) is None:
-        return None
-    return tuple(entry for d, entry in enumerate(spec) if d not in picked)
+    return tuple(spec[d] for d in lookup.window)
 
 
-def _scattered(eqn: Equation, spec: Spec) -> Spec | None:
-    """Returns the spec of the one entry that a scatter adds to an array, from the array's spec."""
-    stack, indices, entry = (v.aval for v in eqn.invars)
-    numbers = param(eqn, "dimension_numbers")
-    if math.prod(indices.shape[:-1]) != 1 or entry.ndim != len(numbers.update_window_dims):
-        return None
-    picked = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(stack.ndim) if d not in picked]
-    sizes = dict(zip(window, entry.shape, strict=True))
-    if _where_complete(spec, [sizes.get(d) == n for d, n in enumerate(stack.shape)]) is None:
-        return None
-    return tuple(spec[d] for d in window)
+def _same_sizes(one: Atom, other: Atom) -> list[bool]:
+    """Returns for each dimension of two arrays whether it has one size in both."""
+    return [n == m for n, m in zip(one.aval.shape, other.aval.shape, strict=True)]
 
 
 def _where_complete(spec: Spec, complete: Sequence[bool]) -> Spec | None:
@@ -121,9 +98,10 @@ def side_by_side(eqn: Equation, specs: Sequence[Spec | None]) -> bool:
 def adds_up(eqn: Equation) -> bool:
     """Returns whether an equation is the dot product of two arrays of one shape: each device
     multiplies its own shards."""
-    if eqn.primitive.name != "dot_general" or eqn.outvars[0].aval.shape:
+    product = Contraction.of(eqn)
+    if product is None or eqn.outvars[0].aval.shape:
         return False
-    (left, right), _ = param(eqn, "dimension_numbers")
+    left, right = product.contracted
     return tuple(left) == tuple(right)
 
 
@@ -140,8 +118,8 @@ would move between devices."""
 
 TAKES: Mapping[str, _Rule] = {
     "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "gather": _gather,
+    "dynamic_slice": _slice,
+    "gather": _lookup,
 }
 """Forward rules of primitives whose result is a part of their first operand: a layer of a stack."""
 
@@ -205,11 +183,10 @@ def operand_specs(eqn: Equation, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
     elif name in SLICES:
         operand_spec = TAKES[name](eqn, spec, mesh)
     elif name == "scatter-add":
-        entry_spec = _scattered(eqn, spec)
+        entry_spec = _lookup(eqn, spec, mesh)
         return {} if entry_spec is None else {0: spec, 2: entry_spec}
     elif name == "dynamic_update_slice":
-        sizes = zip(eqn.invars[1].aval.shape, eqn.invars[0].aval.shape, strict=True)
-        operand_spec = _where_complete(spec, [written == n for written, n in sizes])
+        operand_spec = _where_complete(spec, _same_sizes(eqn.invars[1], eqn.invars[0]))
         return {} if operand_spec is None else {0: operand_spec, 1: operand_spec}
     elif name == "concatenate" and spec[param(eqn, "dimension")] is None:
         return dict.fromkeys(range(len(eqn.invars)), spec)

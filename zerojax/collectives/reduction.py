@@ -90,10 +90,8 @@ def _scattered(
         before, cut = cut, (*cut, name)
         aval = jax.ShapeDtypeStruct(x.shape[len(devices) :], x.dtype)
         n, unsharded = layout.parts(name, gatherer.mesh), (None,) * (aval.ndim - 1)
-        specs, partly = (
-            ((before or None, *unsharded), (cut, *unsharded)),
-            bool(devices) or name != parts[-1],
-        )
+        specs = (before or None, *unsharded), (cut, *unsharded)
+        partly = bool(devices) or name != parts[-1]
         with gatherer.ledger.reduces(aval, *specs, over=n, partly=partly):
             x = gatherer.constrain(x, (*devices, cut, *unsharded))
     return x
@@ -119,18 +117,14 @@ def _exchanged(
       block: The extent of a block in each dimension of a device's shard.
       form: The format of the codes.
     """
-    sizes, shape = (
-        [layout.parts(name, gatherer.mesh) for name in split_order],
-        x.shape[len(devices) :],
-    )
+    sizes = [layout.parts(name, gatherer.mesh) for name in split_order]
+    shape = x.shape[len(devices) :]
     shard_shape = shape[0] // math.prod(sizes), *shape[1:]
     x = x.reshape(*x.shape[: len(devices)], *sizes, *shard_shape)
     spec: list[SpecEntry] = [*devices, *(None for _ in (*split_order, *shard_shape))]
     for name in parts:
-        source, target = (
-            spec.index(name),
-            len(spec) - len(shard_shape) - len(split_order) + split_order.index(name),
-        )
+        source = spec.index(name)
+        target = len(spec) - len(shard_shape) - len(split_order) + split_order.index(name)
         new_spec = list(spec)
         new_spec[source], new_spec[target] = None, name
         widths = [*(1 for _ in range(x.ndim - len(shard_shape))), *block]

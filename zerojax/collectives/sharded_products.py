@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import primitives as prims
 
 from zerojax.collectives import decisions
 from zerojax.collectives.gathering import AllRows, Gatherer, Scope, plain
 from zerojax.collectives.reduction import cut_evenly
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import axis_size, batch_axes
+from zerojax.graph.contractions import RESULT, Contraction
 from zerojax.graph.def_use import graph_of
+from zerojax.graph.primitives import CONTRACTIONS
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
@@ -40,15 +41,12 @@ _TIMES = 2
 """The fewest bytes of the weight, as a multiple of the bytes that its product sends: a gather of
 the weight can run ahead of the product, while activations are waited for."""
 
-RESULT = 2
-"""The position of a product's result, after those of its operands."""
-
 
 class Product(NamedTuple):
     """A product of which one array stays sharded: an operand, or the result.
 
     Attributes:
-      eqn: The dot_general.
+      eqn: The equation, a :class:`zerojax.graph.contractions.Contraction`.
       columns: By position, the sharded dimension of this array, and the same dimension of another
         one.
       sent: The position of the third array, which is all-gathered if it is an operand, and
@@ -118,17 +116,14 @@ def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | No
       spec: The array's spec.
       gatherer: Gathers parameters and reduces gradients.
     """
-    if eqn.primitive is not prims.dot_general_p or not _is_supported(gatherer):
+    contraction = Contraction.of(eqn)
+    if contraction is None or any(contraction.batched) or not _is_supported(gatherer):
         return None
     arrays = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     split = cut_evenly(arrays[at].shape, spec, gatherer)
-    if (
-        split is None
-        or arrays[at].size < gatherer.thresholds.in_place
-        or any(jaxprs.param(eqn, "dimension_numbers")[1])
-    ):
+    if split is None or arrays[at].size < gatherer.thresholds.in_place:
         return None
-    names = _dimension_names(eqn)
+    names = contraction.names
     name = names[at][split]
     (sent,) = (i for i in range(3) if name not in names[i])
     columns = {i: names[i].index(name) for i in range(3) if i != sent}
@@ -151,13 +146,12 @@ def find_gradients(
       wants: See :func:`zerojax.collectives.target_specs.trace_back`.
       gatherer: Reduces gradients.
     """
-    products = graph_of(jaxpr).named("dot_general")
-    found = {
-        out: find(eqn, RESULT, wants[out], gatherer)
-        for eqn in products
-        if (out := eqn.outvars[0]) in wants
-    }
-    return {out: product for out, product in found.items() if product is not None}
+    found: dict[Atom, Product] = {}
+    for eqn in graph_of(jaxpr).named(*CONTRACTIONS):
+        (out,) = eqn.outvars
+        if out in wants and (product := find(eqn, RESULT, wants[out], gatherer)) is not None:
+            found[out] = product
+    return found
 
 
 def multiply(
@@ -184,17 +178,6 @@ def _is_supported(gatherer: Gatherer) -> bool:
     """Returns whether parameters are gathered at each use, over all devices, and unquantized."""
     over_all = batch_axes(gatherer.mesh) == (gatherer.axis,) and gatherer.sums_own_rows
     return over_all and not gatherer.keep and gatherer.sent == UNQUANTIZED
-
-
-def _dimension_names(eqn: Equation) -> list[list[int]]:
-    """Returns a number for each dimension of the operands and of the result of a product without
-    batch dimensions: dimensions with equal numbers are the same one."""
-    (left, right), _ = jaxprs.param(eqn, "dimension_numbers")
-    n, m = (v.aval.ndim for v in eqn.invars)
-    first = list(range(n))
-    second = [left[list(right).index(d)] if d in right else n + d for d in range(m)]
-    free = [d for d in first if d not in left], [d for d in second if d >= n]
-    return [first, second, [*free[0], *free[1]]]
 
 
 def _divisible(shape: Sequence[int], rows: Sequence[int], gatherer: Gatherer) -> list[int]:

@@ -35,23 +35,18 @@ _NONE: _Dtypes = frozenset()
 _Beyond = Callable[[int, Spec], _Dtypes]
 
 
-NEEDED: Analysis[bool] = Analysis(False, operator.or_, lambda eqn, _: [True] * len(eqn.invars))
+def _unless_added_up(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    return [not propagate.adds_up(eqn)] * len(eqn.invars)
+
+
+NEEDED: Analysis[bool] = Analysis(False, operator.or_, _unless_added_up)
 """Backward analysis of whether an equation needs a value unsharded, in any layout and scale."""
-
-
-@NEEDED.rule("while", "shard_map")
-def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
-    return [True] * len(eqn.invars)
+NEEDED.rule("while", "shard_map")(_unless_added_up)  # their programs are not entered
 
 
 @NEEDED.rule(*REDUCTIONS)
 def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     return [False] * len(eqn.invars)
-
-
-@NEEDED.rule("dot_general")
-def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
-    return [not propagate.adds_up(eqn)] * len(eqn.invars)
 
 
 @NEEDED.rule("gather")

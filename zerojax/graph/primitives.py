@@ -14,15 +14,16 @@ LABELS = COPIES | {"name", "sharding_constraint"}
 LINEAR = frozenset({"convert_element_type", "neg"})
 """Primitives of one operand, element by element, and additive: f(a) + f(b) = f(a + b)."""
 
-ADDITIVE = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
-"""Primitives of one operand, and additive: f(a) + f(b) = f(a + b)."""
-
 ADDS = frozenset({"add", "add_any"})
 SUMS = ADDS | {"sub"}
 """Primitives that add two operands, or subtract them."""
 
-ADDITIVE_TOGETHER = SUMS | {"concatenate", "stack"}
-"""Primitives of several operands, and additive in all of them together."""
+ADDITIVE = SUMS | {
+    "concatenate", "conj", "cumsum", "imag", "neg", "pad", "real", "reduce_precision", "reduce_sum",
+    "stack",
+}  # fmt: skip
+"""Primitives that are additive in all their operands together: f(a, c) + f(b, d) =
+f(a + b, c + d)."""
 
 SCALES = frozenset({"mul", "div", "select_n"})
 """Primitives that scale each element, or select it."""
@@ -91,7 +92,13 @@ REDUCTIONS = frozenset(
 
 GENERAL_SUMS = frozenset({"reduce", "reduce_sum"})
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+CONTRACTIONS = frozenset({"dot_general"})
+"""Products of two arrays, see :mod:`zerojax.graph.contractions`."""
+
+PRODUCTS = CONTRACTIONS | {"conv_general_dilated"}
+
+BILINEAR = CONTRACTIONS | {"mul"}
+"""Primitives of two operands, and additive in each of them: f(a, c) + f(b, c) = f(a + b, c)."""
 
 FACTORIZATIONS = frozenset({
     "cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd",

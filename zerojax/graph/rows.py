@@ -16,6 +16,9 @@ from typing import NamedTuple
 from jax.extend import core
 
 from zerojax.graph.analysis import Analysis
+from zerojax.graph.contractions import Contraction
+from zerojax.graph.lookups import Lookup
+from zerojax.graph.primitives import CONTRACTIONS
 from zerojax.graph.regions import regions
 from zerojax.xla.jaxprs import open_jaxpr, param
 from zerojax.xla.types import AnyJaxpr, Atom, Equation
@@ -163,16 +166,8 @@ def _reshape(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
 
 
 def _product(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
-    """A result has the batch dimensions first, then the free ones of each operand."""
-    contracted, batched = param(eqn, "dimension_numbers")
-    rows, first = NONE, len(batched[0])
-    for i, v in enumerate(eqn.invars):
-        free = [d for d in range(v.aval.ndim) if d not in (*contracted[i], *batched[i])]
-        to = {d: at for at, d in enumerate(batched[i])} | {
-            d: first + at for at, d in enumerate(free)
-        }
-        rows, first = rows | _moved(ins[i], to), first + len(free)
-    return [rows]
+    product = Contraction.of(eqn)
+    return [NONE.union(*(_moved(rows, product.places(i)) for i, rows in enumerate(ins)))]
 
 
 def _convolution(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
@@ -190,24 +185,18 @@ def _convolution(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
 def _gather(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
     """A lookup has the rows of its indices; one that takes rows by indices of their own has them
     wherever it has its indices."""
-    numbers, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
-    operand, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval
-    looked_up = [d for d in range(out.ndim) if d not in numbers.offset_dims]
-    single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(operand)) if d not in single]
-    to = dict(zip(window, numbers.offset_dims, strict=True))
-    full = {d: at for d, at in to.items() if sizes[d] == operand[d]}
-    rows = _moved(ins[1], dict(enumerate(looked_up))) | _moved(ins[0], full)
-    rows |= whole(out.shape, {to[x.dim] for x in ins[0] if x.dim in to.keys() - full.keys()})
-    if not ins[1] and any(x.dim in numbers.collapsed_slice_dims for x in ins[0]):
-        rows |= whole(out.shape, looked_up)
+    lookup, shape = Lookup.of(eqn), eqn.outvars[0].aval.shape
+    complete = {d: lookup.window[d] for d in lookup.complete}
+    parts = {lookup.window[x.dim] for x in ins[0] if x.dim in lookup.window.keys() - complete}
+    rows = _moved(ins[1], dict(enumerate(lookup.by_index))) | _moved(ins[0], complete)
+    rows |= whole(shape, parts)
+    if not ins[1] and any(x.dim in lookup.picked for x in ins[0]):
+        rows |= whole(shape, lookup.by_index)
     return [rows]
 
 
 def _scatter(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
-    numbers = param(eqn, "dimension_numbers")
-    batched = zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
-    return [ins[0] | _moved(ins[1], dict(batched))]
+    return [ins[0] | _moved(ins[1], {of: d for d, of in Lookup.of(eqn).batched.items()})]
 
 
 _RULES = {
@@ -215,7 +204,7 @@ _RULES = {
     "broadcast_in_dim": _broadcast,
     "reshape squeeze expand_dims": _reshape,
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin": _reduce,
-    "dot_general": _product,
+    **dict.fromkeys(CONTRACTIONS, _product),
     "conv_general_dilated": _convolution,
     "gather": _gather,
     "scatter scatter-add scatter_add scatter-mul scatter-max scatter-min scatter-sub": _scatter,

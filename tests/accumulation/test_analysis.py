@@ -101,6 +101,8 @@ def test_rows_stay_apart(function: Callable[..., Any], dim: int, outer: int | No
         (lambda w, b: (b["x"] > 0).any(), "or"),
         (lambda w, b: (b["x"] > 0).all(), "and"),
         (lambda w, b: jnp.zeros(4).at[jnp.arange(len(b["x"])) % 4].add(b["x"][:, 0]), "mixed"),
+        # In row 0 of the batch, and not of each micro-batch, as many numbers as there are rows.
+        (lambda w, b: (b["x"] @ jnp.ones((4, 32))).at[:1, : len(b["x"])].set(1).sum(), "mixed"),
         (lambda w, b: jnp.exp((b["x"] @ w).mean()), "global"),
         (lambda w, b: (b["x"] @ w).mean() ** 2, "global"),
         (lambda w, b: b["x"].sum() * (b["x"] @ w).sum(), "global"),

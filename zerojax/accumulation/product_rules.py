@@ -111,6 +111,5 @@ def scatter(eqn: Equation, kinds: Kinds) -> RowKind | None:
         return layout if indices.rows else None
     if d in windows.picked:
         return layout if _own_index(eqn, indices, windows.columns, d) else None
-    array, _, updates_shape = (v.aval.shape for v in eqn.invars)
-    is_full_window = any(updates_shape[at] == array[d] for at in windows.window.values())
-    return layout if is_full_window and not indices.rows else None
+    in_same_row = not updates.rows or updates.dim == windows.window[d]
+    return layout if d in windows.complete and in_same_row and not indices.rows else None

@@ -34,6 +34,12 @@ def are_same(one: Iterable[object], two: Iterable[object]) -> bool:
     return all(map(operator.is_, one, two))
 
 
+def with_equations(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
+    """Replaces the equations of an open jaxpr; returns the jaxpr itself if they are the same."""
+    unchanged = len(equations) == len(jaxpr.eqns) and are_same(equations, jaxpr.eqns)
+    return jaxpr if unchanged else jaxpr.replace(eqns=[*equations])
+
+
 class Rewriter(abc.ABC):
     """Rewrites jaxprs, open or closed. A jaxpr that several equations share stays shared."""
 

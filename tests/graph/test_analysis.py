@@ -136,3 +136,9 @@ def test_a_program_is_analysed_once_for_each_question() -> None:
     jaxpr = opened(lambda x, y: (layer(layer(layer(x))), layer(y)), X, X)
     assert analysis.forward(jaxpr, [True, False]).ends == [True, False]
     assert runs == ["tanh", "tanh"]
+
+
+def test_programs_inside_equations_are_left_out() -> None:
+    """The rule of all primitives is then that of calls and loops too."""
+    analysis: Analysis[bool] = Analysis(False, operator.or_, any_of, enters=False)
+    assert analysis.forward(opened(scanned, X, X, X), [True, False, False]).ends == [True] * 3

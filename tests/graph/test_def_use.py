@@ -11,7 +11,7 @@ from jax import lax
 
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.regions import regions
-from zerojax.graph.search import contains, equations, runs_regions
+from zerojax.graph.search import contains, equations, literals, named, runs_regions
 from zerojax.xla import jaxprs
 
 X = jnp.arange(6.0).reshape(2, 3)
@@ -34,8 +34,9 @@ def test_producers_and_users() -> None:
     assert graph.users(product.outvars[0]) == ()
     assert graph.place(product) == 2
     assert [e.primitive.name for e in graph.without([product])] == ["sin", "sin", "add"]
-    assert [e.primitive.name for e in graph.not_producing(product.outvars)] == ["sin", "sin", "add"]
-    assert [e.primitive.name for e in graph.named("add", "sin")] == ["add", "sin", "sin"]
+    assert [e.primitive.name for e in graph.named("add", "sin")] == ["sin", "sin", "add"]
+    assert graph.where(lambda e: e is product) == [product]
+    assert graph.in_order({*reversed(jaxpr.outvars)}) == jaxpr.outvars[:2]  # y is an argument
 
 
 def test_backward_slice() -> None:
@@ -48,6 +49,36 @@ def test_backward_slice() -> None:
     equations, ends = graph.backward_slice(jaxpr.outvars, product.outvars.__contains__)
     assert [e.primitive.name for e in equations] == ["cos", "add", "tan"]
     assert {*ends} == {*product.outvars, y}
+    (tangent,) = graph.named("tan")
+    equations, ends = graph.backward_slice(product.outvars, also=[tangent])
+    assert [e.primitive.name for e in equations] == ["sin", "mul", "tan"]
+    assert {*ends} == {x, y}
+
+
+def test_boundary() -> None:
+    def function(x: Any, y: Any) -> Any:
+        inner = jnp.sin(x)
+        product = inner * y
+        return jnp.tan(product) + 1.0, inner
+
+    jaxpr = opened(function, X, X)
+    sine, product, tangent, _ = jaxpr.eqns
+    graph = graph_of(jaxpr)
+    assert graph.boundary([sine, product]) == (jaxpr.invars, [*sine.outvars, *product.outvars])
+    assert graph.boundary([product, tangent]) == (product.invars, tangent.outvars)
+
+
+def test_groups() -> None:
+    """Sines wait for each other, and for what they need; other equations do not wait for them."""
+
+    def function(x: Any, y: Any) -> Any:
+        first = jnp.sin(x)
+        return jnp.sin(jnp.cos(first)), jnp.sin(jnp.tan(y)), jnp.sinh(first)
+
+    graph = graph_of(opened(function, X, X))
+    groups = graph.groups(lambda e: "sines" if e.primitive.name == "sin" else None)
+    names = [[e.primitive.name for e in group] for group in groups]
+    assert names == [["tan"], ["sin", "sin"], ["cos"], ["sinh"], ["sin"]]
 
 
 def test_slices_end_at_equations_and_follow_some_operands() -> None:
@@ -161,6 +192,8 @@ def test_equations_at_any_depth() -> None:
     names = [e.primitive.name for e in equations(jaxpr)]
     assert names.count("tanh") == 1  # one program, though it runs twice
     assert "tanh" not in [e.primitive.name for e in equations(jaxpr, lambda eqn: False)]
+    assert [e.primitive.name for e in named(jaxpr, "tanh", "scan")] == ["scan", "tanh"]
+    assert 2.0 in [v.val for v in literals(jaxpr)]
 
 
 def is_tanh(eqn: Any) -> bool:

@@ -264,6 +264,16 @@ def test_equations_run_again(function: Callable[..., Any]) -> None:
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_a_program_is_interpreted() -> None:
+    """Here on the number of operations behind each value."""
+    jaxpr, _ = jaxprs.open_jaxpr(jax.make_jaxpr(lambda x: (jnp.sin(x) * 2.0 + x, 3.0))(1.0))
+    known = {jaxpr.invars[0]: 0}
+    depths = jaxprs.interpret(jaxpr, known, lambda eqn, ins: [1 + max(ins)], lambda literal: -1)
+    assert depths == [3, -1]
+    assert [known[eqn.outvars[0]] for eqn in jaxpr.eqns] == [1, 2, 3]
+    assert jaxprs.operands(jaxpr.eqns[1:]) == [jaxpr.eqns[0].outvars[0], *jaxpr.eqns[2].invars]
+
+
 def test_calls_are_written_out() -> None:
     def nested(x: jax.Array) -> jax.Array:
         return jax.jit(lambda x: jax.checkpoint(with_vjp)(with_jvp(x)))(x)

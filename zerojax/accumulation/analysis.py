@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -70,26 +70,20 @@ class Analysis(EquationAnalysis):
         super().__init__(symbolic, rows, choices, hopeful=hopeful, neighbours=neighbours)
         self.own = set[Atom]()
         self._of_all = set[Atom]()  # numbers of rows that are the global batch's
+        self._numbers = {v: FIXED.but(sizes=frozenset([v])) for v in symbolic.numbers}
         self.kinds: dict[Atom, RowKind] = {}
         self._run(symbolic.flat, given, (), False, self.kinds)
 
     def kind(self, atom: Atom) -> RowKind:
         """Returns the kind of a variable of the step, of a literal or a number of rows."""
-        return self._read(atom, self.kinds)
-
-    def _read(self, atom: Atom, env: Mapping[Atom, RowKind]) -> RowKind:
-        if isinstance(atom, core.Literal):
-            return ZERO if jaxprs.is_zero(atom) else FIXED
-        if atom in self.symbolic.numbers:
-            return FIXED.but(sizes=frozenset([atom]))
-        return env[atom]
+        return _of_literal(atom) if isinstance(atom, core.Literal) else self.kinds[atom]
 
     def bound(self, place: Place) -> tuple[object, ...] | None:
         """Returns where the user's program binds an equation, call by call, see
         :func:`zerojax.xla.jaxprs.bound_at`; None if unknown."""
         flat = self.symbolic.flat
         calls = flat.bound[graph_of(flat).place(place[0])]
-        within = [jaxprs.source(eqn).traceback for eqn in place[1:]]
+        within = [source.traceback for source in map(jaxprs.source, place[1:])]
         places = [jaxprs.bound_at(x) for x in (*calls, *within)]
         # For a function of jax that is traced separately, only the place of the call is known.
         return tuple(x for x, _ in itertools.groupby(filter(None, places))) or None
@@ -111,18 +105,17 @@ class Analysis(EquationAnalysis):
             env[v] = FIXED
             if growing(v):
                 env[v] = mixed(BRINGS, f"shape {self.symbolic.global_shape(v)}")
-        env.update(zip(program.invars, given, strict=True))
+        env |= self._numbers | dict(zip(program.invars, given, strict=True))
 
-        for eqn in program.eqns:
-            kinds = [self._read(v, env) for v in eqn.invars]
-            place = (*within, eqn)
+        def run(eqn: Equation, kinds: Kinds) -> Kinds:
             later = backward or jaxprs.is_transposed(eqn)
-            outs = self._sized(eqn, kinds, self._equation(kinds, place, later))
-            for v, kind in zip(eqn.outvars, outs, strict=True):
-                if not within:  # the step itself
-                    kind = FIXED if v in self.choices.first else kind.but(home=v)
-                env[v] = kind
-        return [self._read(v, env) for v in program.outvars]
+            outs = self._sized(eqn, kinds, self._equation(kinds, (*within, eqn), later))
+            if within:
+                return outs
+            first, pairs = self.choices.first, zip(eqn.outvars, outs, strict=True)
+            return [FIXED if v in first else kind.but(home=v) for v, kind in pairs]
+
+        return jaxprs.interpret(program, env, run, _of_literal)
 
     def _sized(self, eqn: Equation, kinds: Kinds, outs: Kinds) -> Kinds:
         """Follows numbers of rows, such as the divisor of a variance, to their uses: a value of
@@ -258,6 +251,10 @@ class Analysis(EquationAnalysis):
         for other in others:
             outs = [join(a, b, where(eqn)) for a, b in zip(outs, other, strict=True)]
         return [mixed(MIXES, where(eqn)) if k.name == "global" else k.but(home=None) for k in outs]
+
+
+def _of_literal(literal: Atom) -> RowKind:
+    return ZERO if jaxprs.is_zero(literal) else FIXED
 
 
 def _located(kind: RowKind, call: Equation) -> RowKind:

@@ -6,6 +6,7 @@ loops too and is only read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,16 +126,12 @@ class _Opener:
             self.flat.constvars.append(env[v])
             self.flat.consts.append(value)
 
-        def read(atom: Atom) -> Atom:
-            return atom if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
+        def run(eqn: Equation, values: list[Atom]) -> list[Atom]:
             info = jaxprs.source(eqn)
             bound = (*calls, info.traceback)
             if outer is not None:
                 own = self._users_own(info.traceback)
                 info = jaxprs.source_within(outer, info, own_line=own)
-            values = [read(v) for v in eqn.invars]
             if (body := self._body(eqn, values)) is not None:
                 inner, inner_consts = jaxprs.open_jaxpr(body)
                 outs = self._open(inner, inner_consts, values, info, bound)
@@ -149,8 +146,9 @@ class _Opener:
                         known.update(outs)
                 if eqn.primitive is prims.broadcast_in_dim_p and jaxprs.is_zero(values[0]):
                     self._zeros.update(outs)
-            env.update(zip(eqn.outvars, _through_loop(eqn, values, outs), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+            return _through_loop(eqn, values, outs)
+
+        return jaxprs.interpret(jaxpr, env, run, lambda literal: literal)
 
     def _users_own(self, traceback: Traceback | None) -> bool:
         """Returns whether a traceback has a line of the user's code. Inside a function of a
@@ -187,23 +185,29 @@ class _Opener:
         inner = jaxprs.param(eqn, "jaxpr")
         depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
         learned = {v for v, is_learned in depends.items() if is_learned}
-        counted: dict[Atom, None] = {}  # results of reductions
-        for each in inner.eqns:
-            shrinks = len(each.outvars) == 1 and (_reduces(each) or _small(each, counted))
-            if shrinks and learned.isdisjoint(each.outvars):
-                counted[each.outvars[0]] = None
+
+        def count(each: Equation, are_counted: Sequence[bool]) -> list[bool]:
+            shrinks = len(each.outvars) == 1 and (_reduces(each) or _small(each, are_counted))
+            return [shrinks and learned.isdisjoint(each.outvars)] * len(each.outvars)
+
+        counted = dict.fromkeys((*inner.constvars, *inner.invars), False)
+        jaxprs.interpret(inner, counted, count, lambda literal: False)
         graph = graph_of(inner)
         numbers = [
             v
-            for v in counted
-            if any(counted.keys().isdisjoint(use.equation.outvars) for use in graph.users(v))
+            for v, is_counted in counted.items()
+            if is_counted
+            and not all(any(map(counted.get, use.equation.outvars)) for use in graph.users(v))
         ]
         if not numbers:
             return eqn, values
-        outside = inner.replace(eqns=graph.not_producing(learned), outvars=numbers)
+        outside = inner.replace(
+            eqns=graph.where(lambda eqn: learned.isdisjoint(eqn.outvars)), outvars=numbers
+        )
         counts = self._open(outside, (), values, info, bound)
         inside = inner.replace(
-            invars=[*inner.invars, *numbers], eqns=graph.not_producing({*numbers})
+            invars=[*inner.invars, *numbers],
+            eqns=graph.where(lambda eqn: {*numbers}.isdisjoint(eqn.outvars)),
         )
         return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
 
@@ -258,10 +262,10 @@ def _is_reduction(eqn: Equation) -> bool:
     return eqn.primitive.name in REDUCES and _shrinks(eqn)
 
 
-def _small(eqn: Equation, counted: Collection[Atom]) -> bool:
-    """Returns whether an equation takes some of ``counted``, and its result is no larger than the
-    largest of them."""
-    given = [v.aval.size for v in jaxprs.variables(eqn.invars) if v in counted]
+def _small(eqn: Equation, are_counted: Sequence[bool]) -> bool:
+    """Returns whether some of an equation's operands are counted, and its result is no larger than
+    the largest of them."""
+    given = [v.aval.size for v in itertools.compress(eqn.invars, are_counted)]
     return bool(given) and eqn.outvars[0].aval.size <= max(given)
 
 

@@ -19,6 +19,7 @@ from zerojax.accumulation.symbolic import (
     growing,
     grows,
     is_symbolic,
+    map_equations,
     with_changed_body,
 )
 from zerojax.accumulation.traces import RULES
@@ -86,12 +87,7 @@ class _Instance:
             return self._number(v) if v in self._symbolic.numbers else variable(v)
 
         constvars, invars = ([*map(variable, x)] for x in (program.constvars, program.invars))
-        eqns: list[Equation] = []
-        for eqn in program.eqns:
-            try:
-                eqns.append(self._equation(eqn, rows, read, variable))
-            except UnevenError as e:
-                raise e.located(eqn) from None
+        eqns = map_equations(lambda eqn: self._equation(eqn, rows, read, variable), program)
         return Body(constvars, invars, eqns, [*map(read, program.outvars)])
 
     def _equation(self, eqn: Equation, rows: int, read: _Read, variable: _Read) -> Equation:

@@ -26,7 +26,7 @@ from zerojax.collectives.gathering import is_gathered, plain
 from zerojax.collectives.shard import Shard, moved_stack
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.graph.primitives import NEVER_ON_LANES, NOT_ON_LANES
-from zerojax.graph.search import equations
+from zerojax.graph.search import equations, named
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -103,7 +103,7 @@ class Lanes(NamedTuple):
     def may_suit(self, program: Any) -> bool:
         """Returns whether lanes may suit a step, traced on the global batch, so that a trace on a
         lane's micro-batch is worthwhile."""
-        return not any(eqn.primitive.name in NEVER_ON_LANES for eqn in equations(program))
+        return not any(named(program, *NEVER_ON_LANES))
 
     def _is_obstacle(self, eqn: Equation) -> bool:
         if eqn.effects or eqn.primitive.name in NOT_ON_LANES or not _is_batched(eqn):

@@ -137,12 +137,13 @@ def split(
       UnevenError: The step is not known for as many rows.
     """
     flat = symbolic.flat
-    early = [v for eqn in flat.eqns for v in eqn.outvars if v in first]
+    graph = graph_of(flat)
+    early = graph.in_order(first)
     chosen = _Once(symbolic, analysis, {*early}, {*carry.values()}, wants)
     by_part = [x.position for x in stacked]
     done = [i for i in range(len(flat.outvars)) if i not in by_part]
     chosen.need(flat.outvars[i] for i in done)
-    effects = {i for i, eqn in enumerate(flat.eqns) if eqn.effects}
+    effects = graph.where(lambda eqn: bool(eqn.effects))
     chosen.need_effects(effects)
     crossing = tuple(
         Crossing(
@@ -150,7 +151,7 @@ def split(
             analysis.kind(v).added.name,
             wants.get(v),
             _is_half(v) and chosen.taken_wide(v),
-            where(graph_of(flat).producer(v)),
+            where(graph.producer(v)),
         )
         for v in chosen.crossing
     )
@@ -163,10 +164,10 @@ def split(
         outvars=[flat.outvars[i] for i in done],
     )
     return Split(
-        first=global_instance(symbolic, _pruned(flat, [], early)),
+        first=global_instance(symbolic, _part(flat, [], early)),
         micro=instance(
             symbolic,
-            _pruned(flat, early, outs, keep=effects - chosen.eqns.keys()),
+            _part(flat, early, outs, [x for x in effects if graph.place(x) not in chosen.eqns]),
             rows,
             frozenset(analysis.own),
         ),
@@ -193,7 +194,7 @@ class _Once:
         self._analysis, self._wants = analysis, wants
         flat = symbolic.flat
         self._available = {*flat.invars, *flat.constvars, *early, *symbolic.numbers}
-        self._passed, self._flat, self._graph = passed, flat, graph_of(flat)
+        self._passed, self._graph = passed, graph_of(flat)
         self.eqns: dict[int, Equation] = {}
         self.crossing: dict[Atom, None] = {}
         self.last: dict[Atom, None] = {}
@@ -266,14 +267,13 @@ class _Once:
                 return False
         return True
 
-    def need_effects(self, positions: Collection[int]) -> None:
+    def need_effects(self, prints: Iterable[Equation]) -> None:
         """Adds those equations with effects (prints) that are on values that are known once."""
-        for i in positions:
-            eqn = self._flat.eqns[i]
-            kinds = [self._analysis.kind(v) for v in eqn.invars]
+        for each in prints:
+            kinds = map(self._analysis.kind, each.invars)
             if all(k.needs_all_rows or k.name == "fixed" for k in kinds):
-                self.eqns[i] = eqn
-                self.need(eqn.invars)
+                self.eqns[self._graph.place(each)] = each
+                self.need(each.invars)
 
 
 def _is_half(v: Atom) -> bool:
@@ -285,18 +285,10 @@ def _same_sort(one: Atom, other: Atom) -> bool:
     return a == b or (jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating))
 
 
-def _pruned(
-    flat: Flat, more: Sequence[Atom], outs: Sequence[Atom], keep: Collection[int] = ()
+def _part(
+    flat: Flat, more: Sequence[Atom], outs: Sequence[Atom], also: Sequence[Equation] = ()
 ) -> Flat:
-    """Returns the part of a program that computes ``outs`` from its arguments and ``more``.
-    Equations at the positions ``keep`` are kept."""
-    needed = {*jaxprs.variables(outs)}
-    given = {*more}
-    kept: list[Equation] = []
-    for i, eqn in reversed([*enumerate(flat.eqns)]):
-        if i in keep or any(v in needed and v not in given for v in eqn.outvars):
-            kept.append(eqn)
-            needed.update(jaxprs.variables(eqn.invars))
-    return dataclasses.replace(
-        flat, invars=[*flat.invars, *more], eqns=kept[::-1], outvars=list(outs)
-    )
+    """Returns the part of a program that computes ``outs`` from its arguments and ``more``, with
+    the equations ``also``."""
+    kept = graph_of(flat).backward_slice(outs, {*more}.__contains__, also=also).equations
+    return dataclasses.replace(flat, invars=[*flat.invars, *more], eqns=[*kept], outvars=[*outs])

@@ -8,6 +8,7 @@ number of layers. :mod:`zerojax.accumulation.traces` makes such programs, and
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
 from zerojax.xla import jaxprs
 from zerojax.xla.rewriter import are_same
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, Value
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations, Jaxpr, Value
 
 Size: TypeAlias = Any
 """The size of a dimension: an int, or a symbolic dimension of ``jax.export``."""
@@ -203,6 +204,22 @@ class Body(NamedTuple):
 def flat_variable(aval: Any, shape: Sequence[Size]) -> Variable:
     """Returns a new variable of a flat program."""
     return Variable(aval.update(shape=tuple(shape)))
+
+
+def map_equations(change: Callable[..., Equation], *programs: HasEquations) -> list[Equation]:
+    """Maps the equations of a program, or those of several side by side, of which one that has
+    fewer gives None.
+
+    Raises:
+      UnevenError: ``change`` raises it; names the equation.
+    """
+    new: list[Equation] = []
+    for eqns in itertools.zip_longest(*(program.eqns for program in programs)):
+        try:
+            new.append(change(*eqns))
+        except UnevenError as e:
+            raise e.located(next(filter(None, eqns))) from None
+    return new
 
 
 def with_changed_body(jaxpr: AnyJaxpr, change: Callable[[Jaxpr], Body]) -> AnyJaxpr:

@@ -8,7 +8,6 @@ not use ``len(x)``, numpy or a kernel, and ``if len(x) == 32`` would be False wi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,6 +28,7 @@ from zerojax.accumulation.symbolic import (
     growing,
     grows,
     is_symbolic,
+    map_equations,
     with_changed_body,
 )
 from zerojax.graph.primitives import KERNELS
@@ -95,12 +95,7 @@ class _Common:
         constvars, invars = (
             [*map(variable, getattr(one, x), getattr(two, x))] for x in ("constvars", "invars")
         )
-        eqns: list[Equation] = []
-        for a, b in itertools.zip_longest(one.eqns, two.eqns):
-            try:
-                eqns.append(self._equation(a, b, read, variable))
-            except UnevenError as e:
-                raise e.located(a or b) from None
+        eqns = map_equations(lambda a, b: self._equation(a, b, read, variable), one, two)
         try:
             outvars = [*map(read, one.outvars, two.outvars)]
         except UnevenError as e:

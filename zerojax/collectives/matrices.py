@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,10 @@ from zerojax.collectives import propagate
 from zerojax.collectives.decisions import UPDATE
 from zerojax.collectives.gathering import Gatherer
 from zerojax.distributed import log
+from zerojax.graph.analysis import Analysis
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, FACTORIZATIONS, PRODUCTS
-from zerojax.graph.search import contains
+from zerojax.graph.search import contains, everything, holds
 from zerojax.optim.over_matrices import is_call, program_for_one, run_call, with_muon_calls
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -35,7 +37,7 @@ from zerojax.plan.state_sharding import Plan
 from zerojax.plan.stored import pad
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, Value
 
 
 class MatrixUpdate:
@@ -87,7 +89,7 @@ class MatrixUpdate:
 
     def suits(self, closed: AnyJaxpr) -> bool:
         """Returns whether an update, a closed jaxpr, computes with matrices."""
-        return any(contains(eqn, is_of_matrices) for eqn in jaxprs.open_jaxpr(closed)[0].eqns)
+        return holds(jaxprs.open_jaxpr(closed)[0], is_of_matrices, everything)
 
     def __call__(self, closed: AnyJaxpr, args: Sequence[jax.Array]) -> list[Any]:
         """Returns the results of the update, a closed jaxpr."""
@@ -102,27 +104,25 @@ class MatrixUpdate:
             return jaxprs.evaluate(closed, args, opens=lambda eqn: False)
         jaxpr, consts = jaxprs.open_jaxpr(jaxprs.without_calls(closed, _opens))
         specs = known_specs(jaxpr, given, self._gatherer.mesh)
-        self._advises = self._advises and not advise(jaxpr.eqns, specs)
+        self._advises = self._advises and not advise(jaxpr, specs)
+        groups = graph_of(jaxpr).groups(lambda eqn: _call_key(eqn, specs))
+        calls = {group[0].outvars[0]: group for group in groups if is_call(group[0])}
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        left = [*jaxpr.eqns]
-        while left:
-            waiting, calls = [], []
-            for eqn in left:
-                if not all(v in env for v in jaxprs.variables(eqn.invars)):
-                    waiting.append(eqn)
-                elif is_call(eqn):
-                    calls.append(eqn)  # with the other calls that can run now
-                else:
-                    outs = self._equation(eqn, [jaxprs.read(v, env) for v in eqn.invars], specs)
-                    env.update(zip(eqn.outvars, outs, strict=True))
-            for group in _groups(calls, specs):
-                env.update(self._run(group, env, specs.get(group[0].invars[-1])))
-            left = waiting
-        return [jaxprs.read(v, env) for v in jaxpr.outvars]
+
+        def run(eqn: Equation, values: Sequence[Value]) -> Sequence[Value]:
+            if not is_call(eqn):
+                return self._equation(eqn, values, specs)
+            (out,) = eqn.outvars
+            if out in calls:  # the first of its group
+                env.update(self._run(calls[out], env, specs.get(eqn.invars[-1])))
+            return [env[out]]
+
+        ordered = jaxpr.replace(eqns=[*itertools.chain.from_iterable(groups)])
+        return jaxprs.interpret(ordered, env, run)
 
     def _equation(
-        self, eqn: Equation, values: Sequence[Any], specs: Mapping[Atom, Spec]
-    ) -> Sequence[Any]:
+        self, eqn: Equation, values: Sequence[Value], specs: Mapping[Atom, Spec]
+    ) -> Sequence[Value]:
         """Runs an equation that is not a call."""
         if not (eqn.primitive is prims.cond_p and contains(eqn, is_call)):
             with jaxprs.traced_where(eqn):
@@ -147,7 +147,7 @@ class MatrixUpdate:
         return outs
 
     def _run(
-        self, calls: Sequence[Equation], env: Mapping[Atom, Any], spec: Spec | None
+        self, calls: Sequence[Equation], env: Mapping[Atom, Value], spec: Spec | None
     ) -> dict[Atom, jax.Array]:
         """Runs equal calls on one stack [count, m, n]; returns their results.
 
@@ -220,7 +220,7 @@ def with_matrices(closed: AnyJaxpr, specs: Sequence[Spec | None], gatherer: Gath
     """
     closed = with_muon_calls(closed)
     jaxpr, _ = jaxprs.open_jaxpr(closed)
-    if not any(contains(eqn, is_call) for eqn in jaxpr.eqns):
+    if not holds(jaxpr, is_call, everything):
         return closed
     shapes = [v.aval.shape for v in jaxpr.invars]
     run = MatrixUpdate(gatherer, shapes, specs, advises=False)
@@ -244,21 +244,19 @@ def is_of_matrices(eqn: Equation) -> bool:
     return is_call(eqn) or computes_with_matrices(eqn)
 
 
-def advise(eqns: Iterable[Equation], specs: Mapping[Atom, Spec]) -> bool:
+def advise(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> bool:
     """Advises of products and factorizations of sharded matrices outside of calls; returns whether
     there are any.
 
     Args:
-      eqns: Equations of an update.
-      specs: The known specs of their operands.
+      jaxpr: The program of an update.
+      specs: The known specs of its values.
     """
-    shapes = {
-        v.aval.shape: None
-        for eqn in eqns
-        if not contains(eqn, is_call) and contains(eqn, computes_with_matrices)
-        for v in jaxprs.variables(eqn.invars)
-        if v.aval.ndim > 1 and any(specs.get(v, ()))
-    }
+    products = graph_of(jaxpr).where(
+        lambda eqn: not contains(eqn, is_call) and contains(eqn, computes_with_matrices)
+    )
+    operands = [v for v in jaxprs.operands(products) if v.aval.ndim > 1 and any(specs.get(v, ()))]
+    shapes = dict.fromkeys(v.aval.shape for v in operands)
     if shapes:
         log.warning(
             "the optimizer computes with matrices, and XLA gathers arrays of shapes %s on each "
@@ -277,10 +275,10 @@ def known_specs(jaxpr: Jaxpr, given: Sequence[Spec | None], mesh: Mesh) -> dict[
       given: The specs of its arguments; None for an unknown spec.
       mesh: The devices.
     """
-    pairs = zip(jaxpr.invars, given, strict=True)
-    specs = {v: spec for v, spec in pairs if spec is not None}
-    for eqn in jaxpr.eqns:
-        known = [(v.aval.shape, specs[v]) for v in jaxprs.variables(eqn.invars) if v in specs]
+
+    def forward(eqn: Equation, operands: Sequence[Spec | None]) -> list[Spec | None]:
+        pairs = zip(eqn.invars, operands, strict=True)
+        known = [(v.aval.shape, spec) for v, spec in pairs if spec is not None]
         spec: Spec | None = None
         if eqn.primitive.name in ELEMENTWISE or is_call(eqn):
             # XLA computes with the operand that is sharded over more devices.
@@ -291,20 +289,20 @@ def known_specs(jaxpr: Jaxpr, given: Sequence[Spec | None], mesh: Mesh) -> dict[
             )
         elif known and propagate.moves(eqn.primitive.name):
             spec = propagate.forward(eqn, known[0][1], mesh)
-        if spec is not None:
-            specs[eqn.outvars[0]] = spec
-    return specs
+        return [spec if i == 0 else None for i in range(len(eqn.outvars))]
+
+    analysis: Analysis[Spec | None] = Analysis(None, lambda a, b: a, forward, enters=False)
+    return {v: x for v, x in analysis.forward(jaxpr, given).of.items() if x is not None}
 
 
-def _groups(calls: Sequence[Equation], specs: Mapping[Atom, Spec]) -> list[list[Equation]]:
-    """Returns calls that run one program, read the same values and have equal specs together."""
-    groups: dict[object, list[Equation]] = {}
-    for call in calls:
-        *shared, stack = call.invars
-        program = program_for_one(call)
-        key = str(program), _constants(call), tuple(map(_same, shared)), specs.get(stack)
-        groups.setdefault(key, []).append(call)
-    return [*groups.values()]
+def _call_key(eqn: Equation, specs: Mapping[Atom, Spec]) -> object:
+    """Returns an object that is equal for calls that run one program, read the same values and have
+    equal specs; None for other equations."""
+    if not is_call(eqn):
+        return None
+    *shared, stack = eqn.invars
+    program = str(program_for_one(eqn))
+    return program, _constants(eqn), tuple(map(_same, shared)), specs.get(stack)
 
 
 def _same(v: Atom) -> object:

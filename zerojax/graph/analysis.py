@@ -10,6 +10,7 @@ on nothing but its arguments.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,7 +18,8 @@ from jax.extend import core
 
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.regions import Region, regions
-from zerojax.xla.types import Atom, Equation, Jaxpr
+from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, HasEquations
 
 F = TypeVar("F")
 Rule = Callable[[Equation, Sequence[F]], Sequence[F]]
@@ -47,6 +49,8 @@ class Analysis(Generic[F]):
       unknown: The rule of every primitive that has no other rule and runs no region.
       control: Whether, forward, the results of a ``cond`` or a loop also have the facts of the
         index or condition that decides what runs.
+      enters: Whether programs inside equations are analysed. If not, the rule ``unknown`` maps the
+        facts of all operands of a call or a loop to those of its results.
       everywhere: Receives, forward, the facts of all variables, also of the programs inside
         equations: the joint facts, if several equations run one program.
 
@@ -66,10 +70,11 @@ class Analysis(Generic[F]):
         unknown: Rule[F],
         *,
         control: bool = True,
+        enters: bool = True,
         everywhere: MutableMapping[Atom, F] | None = None,
     ) -> None:
         self._bottom, self._join, self._unknown, self._control = bottom, join, unknown, control
-        self._everywhere = everywhere
+        self._enters, self._everywhere = enters, everywhere
         self._rules: dict[str, Rule[F]] = {}
         # A layer that many equations run is analysed once for each set of facts of its arguments.
         self._forward_once = cached_by_jaxpr(lambda jaxpr, *given: self._forward(jaxpr, given))
@@ -91,33 +96,29 @@ class Analysis(Generic[F]):
 
         return register
 
-    def forward(self, jaxpr: Jaxpr, given: Sequence[F]) -> Facts[F]:
+    def forward(self, jaxpr: HasEquations, given: Sequence[F]) -> Facts[F]:
         """Returns the facts of an open jaxpr, computed from those of its arguments."""
         return self._forward_once(jaxpr, *given)
 
-    def backward(self, jaxpr: Jaxpr, needed: Sequence[F]) -> Facts[F]:
+    def backward(self, jaxpr: HasEquations, needed: Sequence[F]) -> Facts[F]:
         """Returns the facts of an open jaxpr, computed from those of its results."""
         return self._backward_once(jaxpr, *needed)
 
-    def _forward(self, jaxpr: Jaxpr, given: Sequence[F]) -> Facts[F]:
+    def _forward(self, jaxpr: HasEquations, given: Sequence[F]) -> Facts[F]:
         """Computes facts from the first equation of a program to its last."""
-        env = dict(zip(jaxpr.invars, given, strict=True))
-
-        def read(atom: Atom) -> F:
-            return self._bottom if isinstance(atom, core.Literal) else env.get(atom, self._bottom)
-
-        for equation in jaxpr.eqns:
-            operands = [read(v) for v in equation.invars]
-            if (rule := self._rules.get(equation.primitive.name)) is not None:
-                results = rule(equation, operands)
-            elif regions(equation):
-                results = self.through(equation, operands)
-            else:
-                results = self._unknown(equation, operands)
-            env.update(zip(equation.outvars, results, strict=True))
+        env = defaultdict(lambda: self._bottom, zip(jaxpr.invars, given, strict=True))
+        ends = jaxprs.interpret(jaxpr, env, self._results, lambda literal: self._bottom)
         if (known := self._everywhere) is not None:
             known.update((v, self._join(known.get(v, fact), fact)) for v, fact in env.items())
-        return Facts([read(v) for v in jaxpr.outvars], env)
+        return Facts(ends, env)
+
+    def _results(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:
+        """Computes the facts of an equation's results from those of its operands."""
+        if (rule := self._rules.get(equation.primitive.name)) is not None:
+            return rule(equation, operands)
+        if self._enters and regions(equation):
+            return self.through(equation, operands)
+        return self._unknown(equation, operands)
 
     def through(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:
         """Computes the facts of results from those of operands, through the programs inside. A rule
@@ -149,7 +150,7 @@ class Analysis(Generic[F]):
                 return results
             given = grown
 
-    def _backward(self, jaxpr: Jaxpr, needed: Sequence[F]) -> Facts[F]:
+    def _backward(self, jaxpr: HasEquations, needed: Sequence[F]) -> Facts[F]:
         """Computes facts from the last equation of a program to its first."""
         env: dict[Atom, F] = {}
 
@@ -163,7 +164,7 @@ class Analysis(Generic[F]):
             results = [env.get(v, self._bottom) for v in equation.outvars]
             if (rule := self._rules.get(equation.primitive.name)) is not None:
                 operands = rule(equation, results)
-            elif inside := regions(equation):
+            elif self._enters and (inside := regions(equation)):
                 operands = self._back_through(equation, inside, results)
             else:
                 operands = self._unknown(equation, results)

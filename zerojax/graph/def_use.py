@@ -75,13 +75,6 @@ class Graph:
                 returned.setdefault(v, []).append(i)
         return returned
 
-    @cached_property
-    def _by_name(self) -> Mapping[str, Sequence[Equation]]:
-        named: dict[str, list[Equation]] = {}
-        for equation in self._equations:
-            named.setdefault(equation.primitive.name, []).append(equation)
-        return named
-
     def producer(self, atom: Atom) -> Equation | MaybeNone:
         """Returns the equation that produces a value; None for an argument, a constant or a
         literal."""
@@ -110,6 +103,10 @@ class Graph:
         """Counts the uses of a variable, as an operand or as a result."""
         return len(self.users(v)) + len(self.returned(v))
 
+    def in_order(self, values: Collection[Atom]) -> list[Atom]:
+        """Returns those of the values that equations produce, in the order of the program."""
+        return [v for v in self._producers if v in values]
+
     def place(self, equation: Equation) -> int:
         """Returns the position of an equation in the program."""
         return self._places[id(equation)]
@@ -120,6 +117,7 @@ class Graph:
         is_known: Callable[[Atom], bool] = lambda v: False,
         through: Callable[[Equation], bool] = lambda equation: True,
         operands: Callable[[Equation, Atom], Sequence[Atom]] = lambda equation, v: equation.invars,
+        also: Iterable[Equation] = (),
     ) -> Slice:
         """Returns the equations that compute some variables.
 
@@ -128,10 +126,11 @@ class Graph:
           is_known: Whether the slice ends at a variable.
           through: Whether an equation may belong to the slice, which otherwise ends at its results.
           operands: The operands of an equation that count for a result of it.
+          also: Equations that belong to the slice, with what computes their operands.
         """
-        equations: dict[int, Equation] = {}
+        equations = {self.place(equation): equation for equation in also}
         ends: dict[Atom, None] = {}
-        todo, seen = [*targets], set[Atom]()
+        todo, seen = [*targets, *jaxprs.operands(equations.values())], set[Atom]()
         while todo:
             v = todo.pop()
             if isinstance(v, core.Literal) or v in seen:
@@ -145,30 +144,54 @@ class Graph:
                 todo += operands(equation, v)
         return Slice([equations[place] for place in sorted(equations)], [*ends])
 
+    def boundary(self, block: Sequence[Equation]) -> tuple[list[Atom], list[Atom]]:
+        """Returns the variables that some of the equations take from others, and those of their
+        results that others, or the results of the program, take from them."""
+        computed = dict.fromkeys(v for equation in block for v in equation.outvars)
+        taken = {*jaxprs.operands(self.without(block)), *jaxprs.variables(self._results)}
+        given = [v for v in jaxprs.operands(block) if v not in computed]
+        return given, [v for v in computed if v in taken]
+
+    def groups(self, key: Callable[[Equation], object]) -> list[list[Equation]]:
+        """Returns the equations in groups, in an order in which they can run: those with equal
+        keys together, as far as none depends on another.
+
+        Args:
+          key: Function from an equation to its key, hashable, or to None. An equation without a key
+            is alone. Groups wait until all equations without a key that can run have run.
+        """
+        depths: dict[Atom, int] = {}  # how many groups run before a variable is known
+        groups: dict[tuple[int, bool, object], list[Equation]] = {}
+        for i, equation in enumerate(self._equations):
+            depth = max([0, *(depths.get(v, 0) for v in jaxprs.variables(equation.invars))])
+            together = key(equation)
+            is_grouped = together is not None
+            place = depth, is_grouped, together if is_grouped else i
+            groups.setdefault(place, []).append(equation)
+            depths.update(dict.fromkeys(equation.outvars, depth + is_grouped))
+        return [groups[place] for place in sorted(groups, key=lambda place: place[:2])]
+
+    def where(self, test: Callable[[Equation], bool]) -> list[Equation]:
+        """Returns the equations for which ``test`` holds, in order."""
+        return [equation for equation in self._equations if test(equation)]
+
     def without(self, equations: Sequence[Equation]) -> list[Equation]:
         """Returns all other equations, in order."""
         left_out = {id(equation) for equation in equations}
         return [equation for equation in self._equations if id(equation) not in left_out]
 
-    def not_producing(self, values: Collection[Atom]) -> list[Equation]:
-        """Returns the equations that produce none of these values, in order."""
-        return [each for each in self._equations if all(v not in values for v in each.outvars)]
-
     def results(self, test: Callable[[Equation], bool]) -> list[Atom]:
         """Returns the results of the equations for which ``test`` holds, in order."""
-        return [v for equation in filter(test, self._equations) for v in equation.outvars]
+        return [v for equation in self.where(test) for v in equation.outvars]
 
     def inputs(self, test: Callable[[Equation], bool]) -> list[Atom]:
         """Returns the variables that the equations for which ``test`` holds take from elsewhere:
         from other equations, or from outside the program."""
-        inside = [*filter(test, self._equations)]
-        computed = {v for equation in inside for v in equation.outvars}
-        taken = jaxprs.variables(v for equation in inside for v in equation.invars)
-        return [v for v in dict.fromkeys(taken) if v not in computed]
+        return self.boundary(self.where(test))[0]
 
     def named(self, *names: str) -> Sequence[Equation]:
-        """Returns the equations of primitives with these names; in order for one name."""
-        return [equation for name in names for equation in self._by_name.get(name, ())]
+        """Returns the equations of primitives with these names, in order."""
+        return self.where(lambda equation: equation.primitive.name in names)
 
 
 @cached_by_jaxpr

@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.primitives import ELEMENTWISE, GENERAL_SUMS, MOVES_OR_ROUNDS
@@ -148,24 +147,19 @@ class Program:
         env: dict[Atom, int | None] = dict(zip(jaxpr.invars, given, strict=True))
         env.update(zip(jaxpr.constvars, self._new(len(jaxpr.constvars)), strict=True))
 
-        def read(atom: Atom) -> int | None:
-            return None if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            operands, within = [read(v) for v in eqn.invars], f"{names}/{_names(eqn)}"
+        def add(eqn: Equation, operands: list[int | None]) -> Sequence[int | None]:
+            within = f"{names}/{_names(eqn)}"
             if runs_regions(eqn):
-                results = self._enter(eqn, operands, times, exact, within)
-            else:
-                results = self._new(len(eqn.outvars))
-                position = len(self.operations)
-                self.operations.append(
-                    Operation(eqn, tuple(operands), tuple(results), times, exact, within)
-                )
-                self.producers.update(dict.fromkeys(results, position))
-                for v in {v for v in operands if v is not None}:
-                    self.users[v].append(position)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+                return self._enter(eqn, operands, times, exact, within)
+            results, position = self._new(len(eqn.outvars)), len(self.operations)
+            operation = Operation(eqn, tuple(operands), tuple(results), times, exact, within)
+            self.operations.append(operation)
+            self.producers.update(dict.fromkeys(results, position))
+            for v in {v for v in operands if v is not None}:
+                self.users[v].append(position)
+            return results
+
+        return jaxprs.interpret(jaxpr, env, add, lambda literal: None)
 
     def _enter(
         self, eqn: Equation, operands: Sequence[int | None], times: int, exact: bool, names: str

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Sequence
 
 from zerojax.graph.analysis import Analysis
-from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
 
@@ -18,9 +17,6 @@ DEPENDS: Analysis[bool] = Analysis(False, operator.or_, _any)
 """Forward analysis of whether a value depends on the arguments. The results of a call or a loop are
 distinguished."""
 
-EQUATION_DEPENDS: Analysis[bool] = Analysis(False, operator.or_, _any)
+EQUATION_DEPENDS: Analysis[bool] = Analysis(False, operator.or_, _any, enters=False)
 """Forward analysis of whether the equation that computes a value has an operand that depends on the
 arguments, even if only another result of the equation needs that operand."""
-EQUATION_DEPENDS.rule(
-    "scan", "while", "cond", "shard_map", *(primitive.name for primitive in jaxprs.CALLS)
-)(_any)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from jax.extend import core
+
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation, Jaxpr
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
 def everything(equation: Equation) -> bool:
@@ -38,6 +40,17 @@ def equations(
             if id(body) not in seen:
                 seen.add(id(body))
                 yield from equations(body, enters, seen)
+
+
+def named(jaxpr: Jaxpr, *names: str) -> Iterator[Equation]:
+    """Yields the equations of primitives with these names, at any depth."""
+    return (equation for equation in equations(jaxpr) if equation.primitive.name in names)
+
+
+def literals(jaxpr: Jaxpr) -> Iterator[Atom]:
+    """Yields the literals that equations take, at any depth."""
+    operands = (v for equation in equations(jaxpr) for v in equation.invars)
+    return (v for v in operands if isinstance(v, core.Literal))
 
 
 def contains(

@@ -10,6 +10,8 @@ optimizer's own traced equations, so that the numbers equal the optimizer's.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,11 +24,11 @@ from jax.extend import core
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
-from zerojax.graph.search import contains
+from zerojax.graph.search import everything, holds
 from zerojax.optim.over_matrices import is_call, with_muon_calls
 from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped
+from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped, Value
 
 _MOST_COMPARED = 2**10  # elements of a constant
 
@@ -62,15 +64,6 @@ class Prelude(NamedTuple):
     shared: list[jax.Array]
 
 
-class _Connected(NamedTuple):
-    """Positions of connected arguments and results, the equations, and their prelude scalars."""
-
-    inputs: set[int]
-    outputs: set[int]
-    eqns: list[Equation]
-    scalars: dict[Atom, None]
-
-
 class SeparatedUpdate:
     """``update(*leaves) -> results`` split into a prelude and clusters.
 
@@ -104,20 +97,21 @@ class SeparatedUpdate:
         self._heavy = {v for v, heavy in found.items() if heavy}
         outvars = self._jaxpr.outvars
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
-        groups: list[_Connected] = []
+        groups: list[tuple[set[int], set[int]]] = []  # positions of arguments, and of results
         needed: dict[Atom, None] = {}
         for i in leaves:
-            new = self._connected(i)
-            needed |= new.scalars
-            for other in [g for g in groups if g.inputs & new.inputs]:
-                groups.remove(other)
-                new.inputs.update(other.inputs)
-                new.outputs.update(other.outputs)
-                new.eqns.extend(other.eqns)
-            groups.append(new)
+            ends = self._graph.backward_slice([outvars[i]], self._is_scalar).ends
+            needed |= {self._first.get(x, x): None for x in ends if self._is_scalar(x)}
+            inputs = {self._at[x] for x in ends if x in self._at and not self._is_scalar(x)}
+            outputs = {i}
+            for group in [g for g in groups if g[0] & inputs]:
+                groups.remove(group)
+                inputs |= group[0]
+                outputs |= group[1]
+            groups.append((inputs, outputs))
         self.shared: tuple[int, ...] = tuple(i for i in range(len(outvars)) if i not in leaves)
         self.scalars: tuple[Atom, ...] = tuple(needed)
-        self.clusters: tuple[Cluster, ...] = tuple(map(self._cluster, groups))
+        self.clusters: tuple[Cluster, ...] = tuple(itertools.starmap(self._cluster, groups))
         read = self._graph.backward_slice([*needed, *(outvars[i] for i in self.shared)]).ends
         self.read_by_prelude: set[int] = {self._at[v] for v in read if v in self._at}
 
@@ -128,36 +122,29 @@ class SeparatedUpdate:
         """Returns whether ``v`` is a prelude scalar, independent of parameters and moments."""
         return v not in self._heavy and v.aval.ndim == 0
 
-    def _connected(self, i: int) -> _Connected:
-        """Returns the arguments, equations and scalars from which a result is computed."""
-        eqns, ends = self._graph.backward_slice([self._jaxpr.outvars[i]], self._is_scalar)
-        scalars = {self._first.get(x, x): None for x in ends if self._is_scalar(x)}
-        inputs = {self._at[x] for x in ends if x in self._at and not self._is_scalar(x)}
-        return _Connected(inputs, {i}, [*eqns], scalars)
-
-    def _cluster(self, connected: _Connected) -> Cluster:
+    def _cluster(self, inputs: set[int], outputs: set[int]) -> Cluster:
         """Converts connected arguments and results to a cluster."""
-        eqns = connected.eqns
-        ins, outs = tuple(sorted(connected.inputs)), tuple(sorted(connected.outputs))
-        arrays = [self._jaxpr.invars[i] for i in ins] + [self._jaxpr.outvars[i] for i in outs]
+        ins, outs = tuple(sorted(inputs)), tuple(sorted(outputs))
+        results = [self._jaxpr.outvars[i] for i in outs]
+        arrays = [self._jaxpr.invars[i] for i in ins] + results
         shape = arrays[0].aval.shape
-        constants = set(self._jaxpr.constvars)
-        elementwise = bool(ins and shape) and (
-            all(v.aval.shape == shape for v in arrays)
-            and all(_by_element(e, shape, constants) for e in eqns)
+        equations, ends = self._graph.backward_slice(results, self._is_scalar)
+        pairs = zip(self._jaxpr.constvars, self._consts, strict=True)
+        arrays_used = [x for v, x in pairs if v.aval.ndim and v in ends]
+        elementwise = (
+            bool(ins and shape and not arrays_used)
+            and all(v.aval.shape == shape for v in arrays)
+            and all(map(functools.partial(_by_element, shape), equations))
         )
         values = [self._jaxpr.invars[i].aval for i in ins]
         numbers = [v.aval for v in self.scalars]
         traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
         # The text of a jaxpr lacks the values of its constants.
-        used = {v for e in eqns for v in jaxprs.variables(e.invars)}
-        pairs = zip(self._jaxpr.constvars, self._consts, strict=True)
-        arrays_used = [x for v, x in pairs if v in used and v.aval.ndim]
         if all(map(_is_compared, arrays_used)):
             suffix = "".join(np.asarray(x).tobytes().hex() for x in arrays_used)
         else:
             suffix = f" for {outs}"
-        matrices = any(contains(e, is_call) for e in eqns)
+        matrices = holds(jaxprs.open_jaxpr(traced)[0], is_call, everything)
         return Cluster(ins, outs, elementwise, str(traced) + suffix, matrices)
 
     def prelude(self, arguments: Sequence[object]) -> Prelude:
@@ -193,19 +180,20 @@ class SeparatedUpdate:
         return self._evaluate([self._jaxpr.outvars[i] for i in outputs], env, shape)
 
     def _evaluate(
-        self, targets: Sequence[Atom], env: dict[Atom, object], shape: tuple[int, ...] | None
+        self, targets: Sequence[Atom], env: dict[Atom, Value], shape: tuple[int, ...] | None
     ) -> list[jax.Array]:
         """Computes ``targets`` from the values in ``env``: of complete arrays, or, if ``shape`` is
         given, of rows of this shape."""
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
-        for eqn in self._graph.backward_slice(targets, env.__contains__).equations:
-            values = [jaxprs.read(v, env) for v in eqn.invars]
+
+        def run(eqn: Equation, values: Sequence[Value]) -> Sequence[Value]:
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
-                outs = [jnp.broadcast_to(jnp.asarray(values[0], eqn.outvars[0].aval.dtype), shape)]
-            else:
-                outs = [*jaxprs.bind(eqn, values)]
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [jaxprs.read(v, env) for v in targets]
+                return [jnp.broadcast_to(jnp.asarray(values[0], eqn.outvars[0].aval.dtype), shape)]
+            return jaxprs.bind(eqn, values)
+
+        equations = self._graph.backward_slice(targets, env.__contains__).equations
+        part = self._jaxpr.replace(eqns=[*equations], outvars=[*targets])
+        return jaxprs.interpret(part, env, run)
 
 
 def _is_compared(x: Any) -> bool:
@@ -216,11 +204,9 @@ def _is_compared(x: Any) -> bool:
     return is_here and x.size <= _MOST_COMPARED and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _by_element(eqn: Equation, shape: tuple[int, ...], constants: set[Atom]) -> bool:
+def _by_element(shape: tuple[int, ...], eqn: Equation) -> bool:
     """Returns whether rows of the result need only the same rows of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
-    if any(v in constants and v.aval.ndim for v in jaxprs.variables(eqn.invars)):
-        return False
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {(), shape} and eqn.outvars[0].aval.shape == shape
     return eqn.primitive.name in ELEMENTWISE and shapes <= {(), shape}
@@ -229,17 +215,14 @@ def _by_element(eqn: Equation, shape: tuple[int, ...], constants: set[Atom]) -> 
 def _first_of_equal_scalars(jaxpr: Jaxpr) -> dict[Atom, Atom]:
     """Returns, for each scalar that repeats the computation of an earlier one, the earlier one: an
     optimizer may compute a bias correction for each leaf."""
-    first: dict[Atom, Atom] = {}
     seen: dict[object, Atom] = {}
-    for eqn in jaxpr.eqns:
-        out = eqn.outvars[0]
+
+    def run(eqn: Equation, operands: Sequence[object]) -> Sequence[Atom]:
+        out, *others = eqn.outvars
         if eqn.primitive.name not in ELEMENTWISE or out.aval.ndim:
-            continue
-        operands = (
-            (str(v.val), str(v.aval)) if isinstance(v, core.Literal) else first.get(v, v)
-            for v in eqn.invars
-        )
-        key = eqn.primitive, str(eqn.params), *operands
-        if (earlier := seen.setdefault(key, out)) is not out:
-            first[out] = earlier
-    return first
+            return eqn.outvars
+        return [seen.setdefault((eqn.primitive, str(eqn.params), *operands), out), *others]
+
+    first: dict[Atom, Value] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    jaxprs.interpret(jaxpr, first, run, lambda v: (str(v.val), str(v.aval)))
+    return {v: earlier for v, earlier in first.items() if earlier is not v}

@@ -17,14 +17,13 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core
 from jax.extend.core import primitives as prims
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.search import equations
+from zerojax.graph.search import literals, named
 from zerojax.xla import jaxprs
-from zerojax.xla.rewriter import Rewriter
+from zerojax.xla.rewriter import Rewriter, with_equations
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
 
 Function = Callable[[jax.Array], jax.Array]
@@ -98,7 +97,7 @@ def is_call(eqn: Equation) -> bool:
 def program_for_one(call: Equation) -> AnyJaxpr:
     """Returns the program that a call runs for each matrix."""
     (body,) = jaxprs.bodies(call)
-    (loop,) = (eqn for eqn in body.eqns if eqn.primitive is prims.scan_p)
+    (loop,) = graph_of(body).named("scan")
     return jaxprs.param(loop, "jaxpr")  # type: ignore[no-any-return]
 
 
@@ -144,15 +143,12 @@ class _Muon(Rewriter):
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         new: list[Equation] = []
-        for block, is_muon in _blocks(jaxpr.eqns):
+        for block, is_muon in _blocks(jaxpr):
             if is_muon:
                 new += self._as_call(jaxpr, block) or block
             else:
                 new += map(self._inside, block)
-        is_new = len(new) < len(jaxpr.eqns) or any(
-            a is not b for a, b in zip(new, jaxpr.eqns, strict=False)
-        )
-        return jaxpr.replace(eqns=new) if is_new else jaxpr
+        return with_equations(jaxpr, new)
 
     def _inside(self, eqn: Equation) -> Equation:
         is_entered = bool(jaxprs.bodies(eqn)) and not is_call(eqn)
@@ -161,15 +157,8 @@ class _Muon(Rewriter):
     def _as_call(self, jaxpr: Jaxpr, block: list[Equation]) -> list[Equation]:
         """Returns the call of :func:`over_matrices` that takes the place of ``block``; none if
         optax's function is not found to trace to ``block``."""
-        graph = graph_of(jaxpr)
-        computed = {v for eqn in block for v in eqn.outvars}
-        read = dict.fromkeys(v for eqn in block for v in jaxprs.variables(eqn.invars))
-        given = sorted((v for v in read if v not in computed), key=lambda v: -v.aval.ndim)
-        results = [
-            v
-            for v in block[-1].outvars
-            if graph.returned(v) or any(use.equation not in block for use in graph.users(v))
-        ]
+        given, results = graph_of(jaxpr).boundary(block)
+        given.sort(key=lambda v: -v.aval.ndim)
         if len(given) != 2 or len(results) != 1 or given[0].aval.shape != results[0].aval.shape:
             return []
         own = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=block)
@@ -199,14 +188,14 @@ def _code_for_one() -> CodeType | None:
     return next(named, None)
 
 
-def _blocks(eqns: Sequence[Equation]) -> Iterator[tuple[list[Equation], bool]]:
+def _blocks(jaxpr: Jaxpr) -> Iterator[tuple[list[Equation], bool]]:
     """Yields successive equations that belong together, and whether they are one run of optax's
     orthogonalization: its instructions come in order, so that the next run begins where an earlier
     instruction, or the same one, reads nothing of this run."""
     code, last = _code_for_one(), -1
     block: list[Equation] = []
     computed: set[Atom] = set()
-    for eqn in eqns:
+    for eqn in jaxpr.eqns:
         at = _place(eqn, code)
         is_other = (at < 0) != (last < 0)
         is_again = 0 <= at <= last and computed.isdisjoint(jaxprs.variables(eqn.invars))
@@ -232,11 +221,9 @@ def _call_of(block: Jaxpr, text: str) -> Jaxpr | None:
     :func:`over_matrices` with optax's function, with the arguments with which that traces to
     ``block``, whose text is given; None if none are found."""
     orthogonalize: Any = _orthogonalization()
-    inside = [*equations(block)]
-    literals = (v for eqn in inside for v in eqn.invars if isinstance(v, core.Literal))
-    numbers = (float(jaxprs.read(v, {})) for v in literals if not v.aval.ndim)
+    numbers = (float(jaxprs.read(v, {})) for v in literals(block) if not v.aval.ndim)
     small = [*dict.fromkeys(x for x in numbers if 0 < x < 1e-2)] or [1e-8]
-    steps = [jaxprs.param(e, "length") for e in inside if e.primitive is prims.scan_p] or [5]
+    steps = [jaxprs.param(loop, "length") for loop in named(block, "scan")] or [5]
     shapes = [jaxprs.like(v.aval) for v in block.invars]
     for kind, eps in itertools.product(("frobenius", "aol", "schatten", "spectral"), small):
         function = functools.partial(

@@ -69,7 +69,7 @@ def run(loop: EquationPair, args: Sequence[Any], rows: Rows) -> list[Any]:
       ValueError: Random numbers are drawn by another generator, or a ``shard_map`` divides arrays
         over axes of the user's.
     """
-    symbolic, jaxpr = (jaxprs.param(eqn, "jaxpr") for eqn in loop)
+    symbolic, jaxpr = (jaxprs.param(each, "jaxpr") for each in loop)
     if contains(loop.eqn, _is_special):
         return _evaluate(symbolic, jaxpr, args, rows)
     return jaxprs.evaluate(jaxpr, args, jaxprs.bind_anywhere, lambda eqn: False)

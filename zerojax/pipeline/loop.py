@@ -8,7 +8,7 @@ Sums over rows, such as gradients of the layers' weights, stay on their devices 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from zerojax.pipeline import layer
 from zerojax.pipeline.schedule import Schedule
 from zerojax.pipeline.slots import Streams, slots_spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation
+from zerojax.xla.types import Equation, HasEquations
 
 
 class LayerLoop(NamedTuple):
@@ -36,6 +36,8 @@ class LayerLoop(NamedTuple):
       dtypes: The dtype in which each result that is a sum is added up.
       symbolic: The scan on symbolic rows.
       rows: One device's rows of one micro-batch.
+      same_for_all: By position, the programs of constants that have the same numbers for all rows,
+        for one device's rows of one micro-batch.
     """
 
     equation: Equation
@@ -44,6 +46,7 @@ class LayerLoop(NamedTuple):
     dtypes: Sequence[Any]
     symbolic: Equation
     rows: int
+    same_for_all: Mapping[int, HasEquations]
 
     def is_stored(self, operand: int) -> bool:
         """Returns whether an operand is a stack of layers with rows, which is read from slots."""

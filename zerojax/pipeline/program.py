@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.analysis import Analysis
@@ -30,14 +30,16 @@ from zerojax.accumulation.symbolic import TracedRows, UnevenError, growing
 from zerojax.collectives.gathering import plain
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
-from zerojax.pipeline import slots
 from zerojax.pipeline.loop import LayerLoop
 from zerojax.pipeline.schedule import Schedule
+from zerojax.pipeline.slots import Slots, to_slots
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree, Value
 
 _FOLLOWED = ELEMENTWISE | LABELS
 _BROADCASTS = _FOLLOWED | RESHAPES
+_RESIDUAL = -1
+"""In place of a parameter's position, for layers that another loop over layers returns."""
 
 
 class Pipeline:
@@ -71,7 +73,6 @@ class Pipeline:
         self._schedule, self._dtype = schedule, dtype
         (n,) = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
         self._rows = n // schedule.parts
-        self._same: dict[int, Flat] = {}  # by operand of a loop
         # Functions of all devices are traced on as many rows for each as a stage runs.
         each = self._rows * schedule.stages * schedule.row_devices
         rows = TracedRows(n, each if each != n else 2 * each)
@@ -88,17 +89,23 @@ class Pipeline:
     def _found(self, params: Sequence[bool]) -> dict[int, LayerLoop]:
         """Returns the loops over layers, by the position of their equations."""
         found: dict[int, LayerLoop] = {}
-        flat = self._flat
-        # The parameter that holds a variable's layers; None for residuals of other loops.
-        layers: dict[Atom, int | None] = {v: i for i, v in enumerate(flat.invars[: len(params)])}
-        for i, eqn in enumerate(flat.eqns):
-            sources = [v for v in jaxprs.variables(eqn.invars) if v in layers]
-            if sources and eqn.primitive.name in _FOLLOWED:
-                layers.update(dict.fromkeys(eqn.outvars, layers[sources[0]]))
-            elif entries := _layers_of(eqn, sources):
-                self._check_layers(eqn, [layers[v] for v in entries], params)
-                found[i] = self._loop(eqn)
-                layers.update(dict.fromkeys(eqn.outvars[jaxprs.scan_counts(eqn)[1] :]))
+        flat, graph = self._flat, graph_of(self._flat)
+
+        def follow(eqn: Equation, layers: Sequence[int | None]) -> list[int | None]:
+            n = len(eqn.outvars)
+            if eqn.primitive.name in _FOLLOWED:
+                return [next((i for i in layers if i is not None), None)] * n
+            if not (stacks := _stacks_of(eqn, layers)):
+                return [None] * n
+            self._check_layers(eqn, stacks, params)
+            found[graph.place(eqn)] = self._loop(eqn)
+            carry = jaxprs.scan_counts(eqn).carry
+            return [*[None] * carry, *[_RESIDUAL] * (n - carry)]
+
+        # By value, the parameter that holds its layers.
+        layers: defaultdict[Atom, int | None] = defaultdict(lambda: None)
+        layers.update(zip(flat.invars, range(len(params)), strict=False))
+        jaxprs.interpret(flat, layers, follow, lambda literal: None)
         if not found:
             raise ValueError(
                 f"{self._name} has no loop over layers that {self._schedule.stages} pipeline "
@@ -108,9 +115,7 @@ class Pipeline:
             )
         return found
 
-    def _check_layers(
-        self, eqn: Equation, sources: Sequence[int | None], params: Sequence[bool]
-    ) -> None:
+    def _check_layers(self, eqn: Equation, layers: Sequence[int], params: Sequence[bool]) -> None:
         """Refuses a loop whose layers the stages do not divide, or do not store."""
         n, stages = jaxprs.param(eqn, "length"), self._schedule.stages
         if n % stages:
@@ -120,7 +125,7 @@ class Pipeline:
                 f'at {where(eqn)}: make the axis "stage" one of {fits}, or the layers a multiple '
                 f"of {stages}."
             )
-        missing = [i for i in sources if i is not None and not params[i]]
+        missing = [i for i in layers if i != _RESIDUAL and not params[i]]
         if missing:
             raise ValueError(
                 f"{self._name}: the loop over layers at {where(eqn)} reads "
@@ -152,11 +157,11 @@ class Pipeline:
             else v.aval.dtype
             for i, (v, kind) in enumerate(zip(eqn.outvars, results, strict=True))
         ]
+        same: dict[int, Flat] = {}
         for i, v in enumerate(eqn.invars[:n_consts]):
             if given[i].rows and (program := self._same_for_all(v)) is not None:
-                self._same[id(v)] = program
-                given[i] = FIXED
-        return LayerLoop(micro, given, results, dtypes, eqn, self._rows)
+                same[i], given[i] = program, FIXED
+        return LayerLoop(micro, given, results, dtypes, eqn, self._rows, same)
 
     def _kind(self, v: Atom, eqn: Equation) -> RowKind:
         """Returns the kind of an operand by its shape: every position along the dimension that
@@ -174,8 +179,7 @@ class Pipeline:
         that jax has broadcast to them before the loop, on the rows of one device; None for other
         constants."""
         program = graph_of(self._flat).backward_slice([v], lambda x: not growing(x))
-        known = all(eqn.primitive.name in _BROADCASTS for eqn in program.equations)
-        if not known or any(map(growing, program.ends)):
+        if not all(map(_is_broadcast, program.equations)) or any(map(growing, program.ends)):
             return None
         flat = dataclasses.replace(
             self._flat, invars=[*program.ends], eqns=[*program.equations], outvars=[v], constvars=[]
@@ -211,56 +215,45 @@ class Pipeline:
 
     def _run(self, flat: Flat, *values: jax.Array) -> list[Any]:
         env: dict[Atom, Any] = dict(zip((*flat.constvars, *flat.invars), values, strict=True))
-        stored: dict[Atom, tuple[jax.Array, int]] = {}
+        graph, schedule = graph_of(flat), self._schedule
 
-        def read(v: Atom) -> Any:
-            if isinstance(v, core.Literal):
-                return v.val
-            if v not in env and v in stored:
-                x, dim = stored[v]
-                env[v] = slots.from_slots(x[:-1], dim, self._schedule)
-            return env[v]
+        def operand(loop: LayerLoop, i: int, x: Value) -> jax.Array:
+            if loop.is_stored(i):
+                is_ready = isinstance(x, Slots)
+                return x.array if is_ready else to_slots(x, loop.operands[i].dim, schedule)
+            if (same := loop.same_for_all.get(i)) is None:
+                return _rows(x)
+            return jaxprs.interpret(same, {v: _rows(env[v]) for v in same.invars}, jaxprs.bind)[0]
 
-        def operand(loop: LayerLoop, i: int, v: Atom) -> jax.Array:
-            if not loop.is_stored(i):
-                same = (
-                    None if loop.operands[i].rows else self._same.get(id(loop.symbolic.invars[i]))
-                )
-                return read(v) if same is None else _evaluated(same, [*map(read, same.invars)])
-            if v in stored:
-                return stored[v][0]
-            return slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
-
-        for i, eqn in enumerate(flat.eqns):
+        def run(eqn: Equation, values: Sequence[Value]) -> Sequence[Value]:
             with jaxprs.traced_where(eqn):
-                if (loop := self._loops.get(i)) is None:
-                    outs = jaxprs.bind(eqn, [*map(read, eqn.invars)])
-                    env.update(zip(eqn.outvars, outs, strict=True))
-                    continue
-                operands = [operand(loop, j, v) for j, v in enumerate(eqn.invars)]
-                outs = loop.run(operands, self._schedule)
-                for j, (v, out) in enumerate(zip(eqn.outvars, outs, strict=True)):
-                    if loop.stores(j):
-                        stored[v] = out, loop.results[j].dim
-                    else:
-                        env[v] = out
-        return [*map(read, flat.outvars)]
+                if (loop := self._loops.get(graph.place(eqn))) is None:
+                    return jaxprs.bind(eqn, [*map(_rows, values)])
+                outs = loop.run([operand(loop, i, x) for i, x in enumerate(values)], schedule)
+            return [
+                Slots(out, loop.results[i].dim, schedule) if loop.stores(i) else out
+                for i, out in enumerate(outs)
+            ]
+
+        return [*map(_rows, jaxprs.interpret(flat, env, run))]
 
 
-def _evaluated(program: Flat, args: Sequence[jax.Array]) -> jax.Array:
-    (out,) = jaxprs.evaluate(program, args, jaxprs.bind, lambda eqn: False)
-    return out
+def _rows(x: Value) -> Value:
+    return x.rows if isinstance(x, Slots) else x
 
 
-def _layers_of(eqn: Equation, sources: Sequence[Atom]) -> list[Atom]:
-    """Returns the stacks of layers, among ``sources``, over which a scan loops that carries rows;
-    none for other equations."""
+def _is_broadcast(eqn: Equation) -> bool:
+    return eqn.primitive.name in _BROADCASTS
+
+
+def _stacks_of(eqn: Equation, layers: Sequence[int | None]) -> list[int]:
+    """Returns the layers, of those of its operands, over which a scan loops that carries rows; none
+    for other equations."""
     if eqn.primitive is not prims.scan_p:
         return []
     n_consts, n = jaxprs.scan_counts(eqn)
-    carry = slice(n_consts, n_consts + n)
-    grow = any(map(growing, eqn.invars[carry]))
-    return [v for v in sources if grow and any(v is x for x in eqn.invars[carry.stop :])]
+    grow = any(map(growing, eqn.invars[n_consts : n_consts + n]))
+    return [i for i in layers[n_consts + n :] if grow and i is not None]
 
 
 def _as_program(eqn: Equation) -> Flat:

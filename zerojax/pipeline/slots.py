@@ -10,7 +10,9 @@ rows of a micro-batch follow each other in the batch.
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,26 @@ def from_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
     x = x.reshape(schedule.stages, schedule.slots, *before, *others, -1, *after)
     x = jnp.moveaxis(x, (0, 1), (dim + at, dim + n))
     return x.reshape(*before, math.prod(x.shape[dim : dim + n + 2]), *after)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Rows of the batch that are stored as slots.
+
+    Attributes:
+      array: The slots [M + 1, ...], of which the last is not one of the batch's.
+      dim: The dimension of the rows that holds the rows of the batch.
+      schedule: The schedule.
+    """
+
+    array: jax.Array
+    dim: int
+    schedule: Schedule
+
+    @functools.cached_property
+    def rows(self) -> jax.Array:
+        """The rows, computed at their first use."""
+        return from_slots(self.array[:-1], self.dim, self.schedule)
 
 
 class Streams:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -21,7 +21,9 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.interpreters import partial_eval
 
-from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, Shaped, Traceback
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, HasEquations, Jaxpr, Shaped, Traceback
+
+T = TypeVar("T")
 
 CALLS: dict[core.Primitive, str] = {
     prims.jit_p: "jaxpr",
@@ -221,6 +223,11 @@ def variables(atoms: Iterable[Atom]) -> list[Atom]:
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
+def operands(equations: Iterable[Equation]) -> list[Atom]:
+    """Returns the variables that equations take, each once, in order."""
+    return [*dict.fromkeys(v for eqn in equations for v in variables(eqn.invars))]
+
+
 def is_zero(atom: Atom) -> bool:
     """Returns whether an atom is a literal zero."""
     if not isinstance(atom, core.Literal):
@@ -298,6 +305,31 @@ def bind_in_context(eqn: Equation, values: Sequence[object]) -> Sequence[Any]:
         return bind(eqn, values)
 
 
+def interpret(
+    program: HasEquations,
+    env: MutableMapping[Atom, T],
+    run: Callable[[Equation, list[T]], Sequence[T]],
+    literal: Callable[[Any], T] = lambda v: v.val,
+) -> list[T]:
+    """Runs a program equation by equation: on arrays, or on what stands for them, such as facts of
+    an analysis or variables of another program.
+
+    Args:
+      program: The program; only its equations and results are read.
+      env: The values of its arguments and constants; receives those of the other variables.
+      run: Function from an equation and its operands to its results.
+      literal: Function from a literal to its value.
+    """
+
+    def known(v: Atom) -> T:
+        return literal(v) if isinstance(v, core.Literal) else env[v]
+
+    for eqn in program.eqns:
+        outs = run(eqn, [*map(known, eqn.invars)])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [*map(known, program.outvars)]
+
+
 def evaluate(
     closed: AnyJaxpr,
     args: Sequence[object],
@@ -314,14 +346,13 @@ def evaluate(
     """
     jaxpr, consts = open_jaxpr(closed)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    for eqn in jaxpr.eqns:
-        values = [read(v, env) for v in eqn.invars]
+
+    def run_or_open(eqn: Equation, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive in CALLS and opens(eqn):
-            outs: Sequence[object] = evaluate(called_jaxpr(eqn), values, run, opens)
-        else:
-            outs = run(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v, env) for v in jaxpr.outvars]
+            return evaluate(called_jaxpr(eqn), values, run, opens)
+        return run(eqn, values)
+
+    return interpret(jaxpr, env, run_or_open)
 
 
 def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:

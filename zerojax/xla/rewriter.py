@@ -40,6 +40,11 @@ def are_same(one: Collection[object], two: Collection[object]) -> bool:
     return len(one) == len(two) and all(map(operator.is_, one, two))
 
 
+def with_equations(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
+    """Replaces the equations of an open jaxpr; returns the jaxpr itself if they are the same."""
+    return jaxpr if are_same(equations, jaxpr.eqns) else jaxpr.replace(eqns=[*equations])
+
+
 class Rewriter:
     """Rewrites jaxprs, open or closed, and the jaxprs in their equations.
 
@@ -69,8 +74,9 @@ class Rewriter:
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         """Rewrites an open jaxpr; returns the jaxpr itself if nothing changes."""
-        eqns = [new for eqn in jaxpr.eqns for new in self.equation(eqn, jaxpr)]
-        return jaxpr if are_same(eqns, jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+        return with_equations(
+            jaxpr, [new for eqn in jaxpr.eqns for new in self.equation(eqn, jaxpr)]
+        )
 
     def __call__(self, jaxpr: J) -> J:
         """Rewrites a jaxpr, and keeps its constants."""

@@ -22,6 +22,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, explicit_axes
+from zerojax.graph.primitives import CONTRACTIONS
 from zerojax.plan.state_sharding import Plan, layout
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
@@ -199,7 +200,7 @@ def _equation(
     if requested is not None and eqn.primitive is not prims.sharding_constraint_p:
         params = params | dict.fromkeys(params.keys() & {*jaxprs.SHARDINGS})
     outs = jaxprs.bind(eqn, values, params)
-    if eqn.primitive is prims.dot_general_p and requested is not None:
+    if eqn.primitive.name in CONTRACTIONS and requested is not None:
         return [_placed(outs[0], requested, mesh)]
     return outs
 

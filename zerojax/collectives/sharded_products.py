@@ -31,7 +31,6 @@ from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import axis_size, batch_axes
 from zerojax.graph.contractions import RESULT, Contraction
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import CONTRACTIONS
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
@@ -146,12 +145,11 @@ def find_gradients(
       wants: See :func:`zerojax.collectives.target_specs.trace_back`.
       gatherer: Reduces gradients.
     """
-    found: dict[Atom, Product] = {}
-    for eqn in graph_of(jaxpr).named(*CONTRACTIONS):
-        (out,) = eqn.outvars
-        if out in wants and (product := find(eqn, RESULT, wants[out], gatherer)) is not None:
-            found[out] = product
-    return found
+    graph = graph_of(jaxpr)
+    products = {
+        v: find(graph.producer(v), RESULT, wants[v], gatherer) for v in graph.in_order(wants)
+    }
+    return {v: product for v, product in products.items() if product is not None}
 
 
 def multiply(

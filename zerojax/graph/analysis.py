@@ -19,7 +19,7 @@ from jax.extend import core
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.regions import Region, regions
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, HasEquations
+from zerojax.xla.types import Atom, Equation, HasEquations, Jaxpr
 
 F = TypeVar("F")
 Rule = Callable[[Equation, Sequence[F]], Sequence[F]]
@@ -134,20 +134,37 @@ class Analysis(Generic[F]):
                 given[carried:] = map(self._join, given[carried:], results)
                 deciding += self.forward(region.jaxpr, given).ends
             else:
-                results = list(map(self._join, results, self._iterated(region, given)))
+                ends = self._fixpoint(self.forward, region, given, region.carries)
+                results = list(map(self._join, results, ends))
         for fact in deciding if self._control else ():
             results = [self._join(each, fact) for each in results]
         return results
 
-    def _iterated(self, region: Region, given: list[F]) -> Sequence[F]:
+    def _fixpoint(
+        self,
+        direction: Callable[[Jaxpr, Sequence[F]], Facts[F]],
+        region: Region,
+        given: Sequence[F],
+        carries: Sequence[tuple[int, int]],
+    ) -> list[F]:
+        """Computes the facts on the far side of a program, repeated until those of a loop no longer
+        change.
+
+        Args:
+          direction: :meth:`forward` or :meth:`backward`.
+          region: The program.
+          given: The facts on its near side.
+          carries: Pairs of positions: on the far side, and where the next iteration, or backward
+            the iteration before, takes this fact on the near side.
+        """
         while True:
-            results, grown = [*self.forward(region.jaxpr, given).ends], list(given)
-            for result, argument in region.carries:
-                grown[argument] = self._join(grown[argument], results[result])
+            found, grown = [*direction(region.jaxpr, given).ends], list(given)
+            for far, near in carries:
+                grown[near] = self._join(grown[near], found[far])
             if grown == given:
-                for result, argument in region.carries if region.may_be_skipped else ():
-                    results[result] = self._join(results[result], given[argument])
-                return results
+                for far, near in carries if region.may_be_skipped else ():
+                    found[far] = self._join(found[far], given[near])
+                return found
             given = grown
 
     def _backward(self, jaxpr: HasEquations, needed: Sequence[F]) -> Facts[F]:
@@ -179,15 +196,8 @@ class Analysis(Generic[F]):
         operands = [self._bottom] * len(equation.invars)
         for region in inside:
             needed = [self._bottom] if region.decides else list(results)
-            while True:
-                found, grown = [*self.backward(region.jaxpr, needed).ends], list(needed)
-                for result, argument in region.carries:
-                    grown[result] = self._join(grown[result], found[argument])
-                if grown == needed:
-                    break
-                needed = grown
-            for result, argument in region.carries if region.may_be_skipped else ():
-                found[argument] = self._join(found[argument], needed[result])
+            back = [(argument, result) for result, argument in region.carries]
+            found = self._fixpoint(self.backward, region, needed, back)
             for position, fact in zip(region.operands, found, strict=True):
                 operands[position] = self._join(operands[position], fact)
         return operands

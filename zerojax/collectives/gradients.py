@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import decisions, partial_sums, propagate, reduction
 from zerojax.collectives.gathering import Gatherer, is_sharded
+from zerojax.collectives.lookups import divides_tokens
 from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
 from zerojax.devices.mesh import REPLICA
@@ -147,13 +148,10 @@ def _few_rows(eqn: Equation) -> bool:
 
 
 def can_split(eqn: Equation, rows: RowDimensions, groups: int) -> bool:
-    """Returns whether an equation is the gradient of a lookup for tokens [rows, ...], whose rows
-    divide among the groups. A lookup in a table of positions has no rows."""
-    if eqn.primitive is not prims.scatter_add_p:
-        return False
-    is_shared = not Lookup.of(eqn).batched
-    indices = eqn.invars[1]
-    return is_shared and 0 in rows.dims(indices) and indices.aval.shape[0] % groups == 0
+    """Returns whether an equation is the gradient of a lookup of all tokens in one table, whose
+    rows divide among the groups."""
+    is_gradient = eqn.primitive is prims.scatter_add_p and not Lookup.of(eqn).batched
+    return is_gradient and divides_tokens(eqn, rows, groups)
 
 
 def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Array:

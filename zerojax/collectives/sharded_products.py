@@ -34,7 +34,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Aval, Equation, Jaxpr
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 _TIMES = 2
 """The fewest bytes of the weight, as a multiple of the bytes that its product sends: a gather of
@@ -128,10 +128,11 @@ def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | No
     columns = {i: names[i].index(name) for i in range(3) if i != sent}
     (other,) = columns.keys() - {at}
     rows = [d for d, each in enumerate(names[sent]) if each not in names[at]]
-    moved = _bytes(arrays[sent]) + _bytes(arrays[other]) / axis_size(gatherer.mesh, gatherer.axis)
-    if _TIMES * moved > _bytes(arrays[at]) or not _divisible(arrays[sent].shape, rows, gatherer):
+    sizes = [*map(jaxprs.nbytes, arrays)]
+    moved = sizes[sent] + sizes[other] / axis_size(gatherer.mesh, gatherer.axis)
+    if _TIMES * moved > sizes[at] or not _divisible(arrays[sent].shape, rows, gatherer):
         return None
-    return Product(eqn, columns, sent, rows, _bytes(arrays[at]))
+    return Product(eqn, columns, sent, rows, sizes[at])
 
 
 def find_gradients(
@@ -189,10 +190,6 @@ def _by_column(x: jax.Array, column: int, gatherer: Gatherer) -> jax.Array:
 
 def _spec(ndim: int, dimension: int, gatherer: Gatherer) -> Spec:
     return tuple(gatherer.axis if d == dimension else None for d in range(ndim))
-
-
-def _bytes(array: Aval) -> int:
-    return array.size * array.dtype.itemsize
 
 
 def _drop_oldest(all_rows: AllRows, most: int) -> None:

@@ -10,6 +10,7 @@ on nothing but its arguments.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -107,18 +108,22 @@ class Analysis(Generic[F]):
     def _forward(self, jaxpr: HasEquations, given: Sequence[F]) -> Facts[F]:
         """Computes facts from the first equation of a program to its last."""
         env = defaultdict(lambda: self._bottom, zip(jaxpr.invars, given, strict=True))
-        ends = jaxprs.interpret(jaxpr, env, self._results, lambda literal: self._bottom)
+        run = functools.partial(self._across, self.through)
+        ends = jaxprs.interpret(jaxpr, env, run, lambda literal: self._bottom)
         if (known := self._everywhere) is not None:
             known.update((v, self._join(known.get(v, fact), fact)) for v, fact in env.items())
         return Facts(ends, env)
 
-    def _results(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:
-        """Computes the facts of an equation's results from those of its operands."""
-        if (rule := self._rules.get(equation.primitive.name)) is not None:
-            return rule(equation, operands)
-        if self._enters and regions(equation):
-            return self.through(equation, operands)
-        return self._unknown(equation, operands)
+    def _across(self, through: Rule[F], equation: Equation, facts: Sequence[F]) -> Sequence[F]:
+        """Computes the facts on the other side of an equation.
+
+        Args:
+          through: The rule of primitives that run regions and have no other rule.
+          equation: The equation.
+          facts: The facts of its operands (forward), or of its results (backward).
+        """
+        rule = through if self._enters and regions(equation) else self._unknown
+        return self._rules.get(equation.primitive.name, rule)(equation, facts)
 
     def through(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:
         """Computes the facts of results from those of operands, through the programs inside. A rule
@@ -179,22 +184,15 @@ class Analysis(Generic[F]):
             add(v, fact)
         for equation in reversed(jaxpr.eqns):
             results = [env.get(v, self._bottom) for v in equation.outvars]
-            if (rule := self._rules.get(equation.primitive.name)) is not None:
-                operands = rule(equation, results)
-            elif self._enters and (inside := regions(equation)):
-                operands = self._back_through(equation, inside, results)
-            else:
-                operands = self._unknown(equation, results)
+            operands = self._across(self._back_through, equation, results)
             for v, fact in zip(equation.invars, operands, strict=True):
                 add(v, fact)
         return Facts([env.get(v, self._bottom) for v in jaxpr.invars], env)
 
-    def _back_through(
-        self, equation: Equation, inside: Sequence[Region], results: Sequence[F]
-    ) -> Sequence[F]:
+    def _back_through(self, equation: Equation, results: Sequence[F]) -> Sequence[F]:
         """Computes the facts of operands from those of results, through the programs inside."""
         operands = [self._bottom] * len(equation.invars)
-        for region in inside:
+        for region in regions(equation):
             needed = [self._bottom] if region.decides else list(results)
             back = [(argument, result) for result, argument in region.carries]
             found = self._fixpoint(self.backward, region, needed, back)

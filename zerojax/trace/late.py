@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,7 +69,7 @@ def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice]:
         if recipes.keys().isdisjoint(jaxprs.variables(graph.producer(v).invars)):
             continue
         found = graph.backward_slice([v], through=_is_by_element)
-        if sum(_bytes(end.aval) for end in found.ends) <= _bytes(v.aval):
+        if sum(jaxprs.nbytes(end.aval) for end in found.ends) <= jaxprs.nbytes(v.aval):
             recipes[v] = found
     return recipes
 
@@ -79,10 +78,6 @@ def _is_by_element(eqn: Equation) -> bool:
     name = eqn.primitive.name
     is_known = name in ELEMENTWISE or name in ("broadcast_in_dim", "reshape", "transpose")
     return is_known and jaxprs.param(eqn, "sharding", None) is None
-
-
-def _bytes(aval: Aval) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _run(closed: AnyJaxpr, args: Sequence[Any], codes: Sequence[bool]) -> list[Any]:

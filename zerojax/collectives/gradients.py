@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import decisions, partial_sums, propagate, reduction
 from zerojax.collectives.gathering import Gatherer, is_sharded
+from zerojax.collectives.lookups import divides_tokens
 from zerojax.collectives.partial_sums import row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
 from zerojax.devices.mesh import REPLICA
@@ -147,13 +148,10 @@ def _few_rows(eqn: Equation) -> bool:
 
 
 def can_split(eqn: Equation, rows: RowDimensions, groups: int) -> bool:
-    """Returns whether an equation is the gradient of a lookup for tokens [rows, ...], whose rows
-    divide among the groups. A lookup in a table of positions has no rows."""
-    if eqn.primitive is not prims.scatter_add_p:
-        return False
-    is_shared = not Lookup.of(eqn).batched
-    indices = eqn.invars[1]
-    return is_shared and 0 in rows.dims(indices) and indices.aval.shape[0] % groups == 0
+    """Returns whether an equation is the gradient of a lookup of all tokens in one table, whose
+    rows divide among the groups."""
+    is_gradient = eqn.primitive is prims.scatter_add_p and not Lookup.of(eqn).batched
+    return is_gradient and divides_tokens(eqn, rows, groups)
 
 
 def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Array:
@@ -215,11 +213,11 @@ def find_sums(
       in_place: Gradients that need no reduction, see :mod:`zerojax.collectives.sharded_products`.
     """
     graph = graph_of(jaxpr)
-    candidates = [eqn for eqn in graph.named("add_any") if eqn.outvars[0] in wants]
     near, far = AddedGradients(set(), set()), AddedGradients(set(), set())
-    for eqn in reversed(candidates):
-        out = eqn.outvars[0]
-        if layout.padded_shape(out.aval.shape, wants[out], mesh) != out.aval.shape:
+    for out in reversed(graph.in_order(wants)):
+        eqn, shape = graph.producer(out), out.aval.shape
+        is_sum = eqn.primitive.name == "add_any"
+        if not is_sum or layout.padded_shape(shape, wants[out], mesh) != shape:
             continue
         if out in near.added | far.added or (terms := _terms(eqn, graph, rows, in_place)) is None:
             continue
@@ -239,25 +237,25 @@ def _terms(
     """Returns the variables from which a sum is computed, back to products. None if one of them is
     computed otherwise, has another use or is among ``in_place``, or if some of the products add up
     rows and others do not: XLA does not reduce-scatter a sum that needs reduction only in part."""
-    terms: set[Atom] = set()
-    over_rows: set[bool] = set()
-    pending = jaxprs.variables(eqn.invars)
-    if len(pending) != len(eqn.invars):
+    part = graph.backward_slice(eqn.invars, through=_passes)
+    terms, ends = {*part.results, *part.ends}, [*map(graph.producer, part.ends)]
+    if len(jaxprs.variables(eqn.invars)) != len(eqn.invars):
         return None
-    while pending:
-        v = pending.pop()
-        producer = graph.producer(v)
-        if producer is None or graph.times_used(v) != 1 or v in in_place:
-            return None
-        terms.add(v)
-        if producer.primitive.name in _PASSES or propagate.reversible(producer):
-            pending += jaxprs.variables(producer.invars)
-        elif producer.primitive.name not in PRODUCTS:
-            return None
-        elif (product := Contraction.of(producer)) is not None:
-            summed = zip(producer.invars, product.contracted, strict=True)
-            over_rows.add(any(d in rows.dims(x) for x, dims in summed for d in dims))
-    return terms if len(over_rows) <= 1 else None
+    if any(graph.times_used(v) != 1 or v in in_place for v in terms):
+        return None
+    if any(end is None or end.primitive.name not in PRODUCTS for end in ends):
+        return None
+    products = [product for product in map(Contraction.of, ends) if product is not None]
+    return terms if len({_sums_rows(product, rows) for product in products}) <= 1 else None
+
+
+def _passes(eqn: Equation) -> bool:
+    return eqn.primitive.name in _PASSES or propagate.reversible(eqn)
+
+
+def _sums_rows(product: Contraction, rows: RowDimensions) -> bool:
+    summed = zip(product.eqn.invars, product.contracted, strict=True)
+    return any(d in rows.dims(x) for x, dims in summed for d in dims)
 
 
 def bind_padded(

@@ -136,8 +136,7 @@ def by_columns(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimension
         or spec[1] != axis
         or batch_axes(mesh) != (axis,)
         or table.shape[1] % layout.parts(axis, mesh)
-        or 0 not in rows.dims(eqn.invars[1])
-        or ids.shape[0] % batch_devices(mesh)
+        or not divides_tokens(eqn, rows, batch_devices(mesh))
     ):
         return False
     return out.size / batch_devices(mesh) < table.size / layout.parts(spec[0], mesh)
@@ -146,6 +145,12 @@ def by_columns(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimension
 def _looked_up(eqn: Equation, mesh: Mesh, rows: RowDimensions, devices: int) -> float:
     """Returns the number of elements that ``devices`` devices look up together, for their part of
     the tokens [rows, ...]; for all tokens without rows, which are the same on all devices."""
-    ids, size = eqn.invars[1].aval.shape, eqn.outvars[0].aval.size
-    by_rows = 0 in rows.dims(eqn.invars[1]) and ids[0] % batch_devices(mesh) == 0
-    return size * devices / batch_devices(mesh) if by_rows else size
+    size, shared = eqn.outvars[0].aval.size, batch_devices(mesh)
+    return size * devices / shared if divides_tokens(eqn, rows, shared) else size
+
+
+def divides_tokens(eqn: Equation, rows: RowDimensions, groups: int) -> bool:
+    """Returns whether a lookup is of tokens [rows, ...], whose rows divide among the groups. A
+    lookup in a table of positions has no rows."""
+    tokens = eqn.invars[1]
+    return 0 in rows.dims(tokens) and tokens.aval.shape[0] % groups == 0

@@ -144,8 +144,8 @@ def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     """Reduces partial sums to the gradient's shard."""
     row_sum = partial.row_sum
     x = reduce_partial_sums(partial.value, row_sum.spec, gatherer)
-    for eqn in partial.links:
-        (x,) = jaxprs.bind(eqn, [x])
+    for link in partial.links:
+        (x,) = jaxprs.bind(link, [x])
     return x
 
 

@@ -37,10 +37,10 @@ def find(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
     """
     return {
         v
-        for eqn in graph_of(jaxpr).named("scan")
-        for v in eqn.outvars[jaxprs.scan_counts(eqn).carry :]
+        for loop in graph_of(jaxpr).named("scan")
+        for v in loop.outvars[jaxprs.scan_counts(loop).carry :]
         if jnp.issubdtype(v.aval.dtype, jnp.floating)
-        and v.aval.size >= smallest * jaxprs.param(eqn, "length")
+        and v.aval.size >= smallest * jaxprs.param(loop, "length")
         and (uses := _uses(jaxpr, v, direct=False))
         and all(uses)
     }

@@ -31,11 +31,10 @@ from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import axis_size, batch_axes
 from zerojax.graph.contractions import RESULT, Contraction
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import CONTRACTIONS
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Aval, Equation, Jaxpr
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 _TIMES = 2
 """The fewest bytes of the weight, as a multiple of the bytes that its product sends: a gather of
@@ -129,10 +128,11 @@ def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | No
     columns = {i: names[i].index(name) for i in range(3) if i != sent}
     (other,) = columns.keys() - {at}
     rows = [d for d, each in enumerate(names[sent]) if each not in names[at]]
-    moved = _bytes(arrays[sent]) + _bytes(arrays[other]) / axis_size(gatherer.mesh, gatherer.axis)
-    if _TIMES * moved > _bytes(arrays[at]) or not _divisible(arrays[sent].shape, rows, gatherer):
+    sizes = [*map(jaxprs.nbytes, arrays)]
+    moved = sizes[sent] + sizes[other] / axis_size(gatherer.mesh, gatherer.axis)
+    if _TIMES * moved > sizes[at] or not _divisible(arrays[sent].shape, rows, gatherer):
         return None
-    return Product(eqn, columns, sent, rows, _bytes(arrays[at]))
+    return Product(eqn, columns, sent, rows, sizes[at])
 
 
 def find_gradients(
@@ -146,12 +146,11 @@ def find_gradients(
       wants: See :func:`zerojax.collectives.target_specs.trace_back`.
       gatherer: Reduces gradients.
     """
-    found: dict[Atom, Product] = {}
-    for eqn in graph_of(jaxpr).named(*CONTRACTIONS):
-        (out,) = eqn.outvars
-        if out in wants and (product := find(eqn, RESULT, wants[out], gatherer)) is not None:
-            found[out] = product
-    return found
+    graph = graph_of(jaxpr)
+    products = {
+        v: find(graph.producer(v), RESULT, wants[v], gatherer) for v in graph.in_order(wants)
+    }
+    return {v: product for v, product in products.items() if product is not None}
 
 
 def multiply(
@@ -191,10 +190,6 @@ def _by_column(x: jax.Array, column: int, gatherer: Gatherer) -> jax.Array:
 
 def _spec(ndim: int, dimension: int, gatherer: Gatherer) -> Spec:
     return tuple(gatherer.axis if d == dimension else None for d in range(ndim))
-
-
-def _bytes(array: Aval) -> int:
-    return array.size * array.dtype.itemsize
 
 
 def _drop_oldest(all_rows: AllRows, most: int) -> None:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.collectives import propagate
 from zerojax.devices.mesh import zero_axis
+from zerojax.graph.analysis import Analysis
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, OVERWRITES
 from zerojax.plan import layout
@@ -42,36 +43,41 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
       mesh: the mesh of all specs.
     """
     graph = graph_of(jaxpr)
-    wants = {
+
+    def of_gradient(v: Atom) -> Spec:
+        """Returns the spec of a marked gradient. The step's constraint directly follows the mark; a
+        constraint without a mark is the user's, usually one of an activation."""
+        uses = [use.equation for use in graph.users(v)]
+        specs = [spec_of(use) for use in uses if use.primitive is prims.sharding_constraint_p]
+        found = [layout.join_axes(x, zero_axis(mesh), mesh) for x in specs if x is not None]
+        return found[0] if found else (None,) * v.aval.ndim
+
+    def of_operands(eqn: Equation, specs: Sequence[Spec | None]) -> Sequence[Spec | None]:
+        spec = specs[0] if len(specs) == 1 else None
+        if spec is None and marks.is_mark(eqn, marks.GRADIENT):
+            spec = of_gradient(eqn.outvars[0])
+        if spec is None:
+            return [None] * len(eqn.invars)
+        if eqn.primitive.name in _PASSES:
+            shape = eqn.outvars[0].aval.shape
+            return [spec if v.aval.shape == shape else None for v in eqn.invars]
+        found = propagate.operand_specs(eqn, spec, mesh)
+        return [None if graph.is_zeros(v) else found.get(i) for i, v in enumerate(eqn.invars)]
+
+    # Of the uses of a value, the last one that has a spec counts; of its returns, too.
+    analysis: Analysis[Spec | None] = Analysis(
+        None, lambda later, spec: spec if later is None else later, of_operands, enters=False
+    )
+    analysis.rule("scan")(_of_starts)
+    returned = {
         v: spec
         for v, spec in zip(jaxpr.outvars, outs, strict=True)
         if spec is not None and not isinstance(v, core.Literal)
     }
-    constrained: dict[Atom, Spec] = {}
-    for eqn in reversed(jaxpr.eqns):
-        name = eqn.primitive.name
-        if eqn.primitive is prims.sharding_constraint_p and (spec := spec_of(eqn)) is not None:
-            constrained[eqn.invars[0]] = layout.join_axes(spec, zero_axis(mesh), mesh)
-        if marks.is_mark(eqn, marks.GRADIENT):
-            # The step's constraint directly follows the mark. A constraint without a mark is the
-            # user's, usually one of an activation.
-            out = eqn.outvars[0]
-            wants.setdefault(out, constrained.get(out, (None,) * out.aval.ndim))
-        if eqn.primitive is prims.scan_p:
-            _through_carry(eqn, wants)
-        if len(eqn.outvars) != 1 or eqn.outvars[0] not in wants:
-            continue
-        out = eqn.outvars[0]
-        if name in _PASSES:
-            for v in eqn.invars:
-                if not isinstance(v, core.Literal) and v.aval.shape == out.aval.shape:
-                    wants.setdefault(v, wants[out])
-        else:
-            for at, spec in propagate.operand_specs(eqn, wants[out], mesh).items():
-                v = eqn.invars[at]
-                if not isinstance(v, core.Literal) and not graph.is_zeros(v):
-                    wants.setdefault(v, spec)
-    return wants
+    ends = [None if isinstance(v, core.Literal) else returned.get(v) for v in jaxpr.outvars]
+    found = analysis.backward(jaxpr, ends).of
+    marked = {v: of_gradient(v) for v in marks.gradients(jaxpr)}
+    return marked | {v: spec for v, spec in found.items() if spec is not None}
 
 
 def passes(eqn: Equation, wants: Mapping[Atom, Spec], mesh: Mesh) -> bool:
@@ -90,11 +96,11 @@ def of_scan_body(eqn: Equation, wants: Mapping[Atom, Spec]) -> list[Spec | None]
     return [*specs[:n], *stacked]
 
 
-def _through_carry(eqn: Equation, wants: dict[Atom, Spec]) -> None:
+def _of_starts(eqn: Equation, specs: Sequence[Spec | None]) -> Sequence[Spec | None]:
+    """Returns the target specs of a scan's operands: of the start values of its carry, from those
+    of the final values."""
     a, n = jaxprs.scan_counts(eqn)
-    for out, start in zip(eqn.outvars[:n], eqn.invars[a : a + n], strict=True):
-        if out in wants and not isinstance(start, core.Literal):
-            wants.setdefault(start, wants[out])
+    return [*[None] * a, *specs[:n], *[None] * (len(eqn.invars) - a - n)]
 
 
 def spec_of(eqn: Equation) -> Spec | None:

@@ -10,6 +10,7 @@ on nothing but its arguments.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from jax.extend import core
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.regions import Region, regions
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, HasEquations
+from zerojax.xla.types import Atom, Equation, HasEquations, Jaxpr
 
 F = TypeVar("F")
 Rule = Callable[[Equation, Sequence[F]], Sequence[F]]
@@ -107,18 +108,22 @@ class Analysis(Generic[F]):
     def _forward(self, jaxpr: HasEquations, given: Sequence[F]) -> Facts[F]:
         """Computes facts from the first equation of a program to its last."""
         env = defaultdict(lambda: self._bottom, zip(jaxpr.invars, given, strict=True))
-        ends = jaxprs.interpret(jaxpr, env, self._results, lambda literal: self._bottom)
+        run = functools.partial(self._across, self.through)
+        ends = jaxprs.interpret(jaxpr, env, run, lambda literal: self._bottom)
         if (known := self._everywhere) is not None:
             known.update((v, self._join(known.get(v, fact), fact)) for v, fact in env.items())
         return Facts(ends, env)
 
-    def _results(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:
-        """Computes the facts of an equation's results from those of its operands."""
-        if (rule := self._rules.get(equation.primitive.name)) is not None:
-            return rule(equation, operands)
-        if self._enters and regions(equation):
-            return self.through(equation, operands)
-        return self._unknown(equation, operands)
+    def _across(self, through: Rule[F], equation: Equation, facts: Sequence[F]) -> Sequence[F]:
+        """Computes the facts on the other side of an equation.
+
+        Args:
+          through: The rule of primitives that run regions and have no other rule.
+          equation: The equation.
+          facts: The facts of its operands (forward), or of its results (backward).
+        """
+        rule = through if self._enters and regions(equation) else self._unknown
+        return self._rules.get(equation.primitive.name, rule)(equation, facts)
 
     def through(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:
         """Computes the facts of results from those of operands, through the programs inside. A rule
@@ -134,20 +139,37 @@ class Analysis(Generic[F]):
                 given[carried:] = map(self._join, given[carried:], results)
                 deciding += self.forward(region.jaxpr, given).ends
             else:
-                results = list(map(self._join, results, self._iterated(region, given)))
+                ends = self._fixpoint(self.forward, region, given, region.carries)
+                results = list(map(self._join, results, ends))
         for fact in deciding if self._control else ():
             results = [self._join(each, fact) for each in results]
         return results
 
-    def _iterated(self, region: Region, given: list[F]) -> Sequence[F]:
+    def _fixpoint(
+        self,
+        direction: Callable[[Jaxpr, Sequence[F]], Facts[F]],
+        region: Region,
+        given: Sequence[F],
+        carries: Sequence[tuple[int, int]],
+    ) -> list[F]:
+        """Computes the facts on the far side of a program, repeated until those of a loop no longer
+        change.
+
+        Args:
+          direction: :meth:`forward` or :meth:`backward`.
+          region: The program.
+          given: The facts on its near side.
+          carries: Pairs of positions: on the far side, and where the next iteration, or backward
+            the iteration before, takes this fact on the near side.
+        """
         while True:
-            results, grown = [*self.forward(region.jaxpr, given).ends], list(given)
-            for result, argument in region.carries:
-                grown[argument] = self._join(grown[argument], results[result])
+            found, grown = [*direction(region.jaxpr, given).ends], list(given)
+            for far, near in carries:
+                grown[near] = self._join(grown[near], found[far])
             if grown == given:
-                for result, argument in region.carries if region.may_be_skipped else ():
-                    results[result] = self._join(results[result], given[argument])
-                return results
+                for far, near in carries if region.may_be_skipped else ():
+                    found[far] = self._join(found[far], given[near])
+                return found
             given = grown
 
     def _backward(self, jaxpr: HasEquations, needed: Sequence[F]) -> Facts[F]:
@@ -162,32 +184,18 @@ class Analysis(Generic[F]):
             add(v, fact)
         for equation in reversed(jaxpr.eqns):
             results = [env.get(v, self._bottom) for v in equation.outvars]
-            if (rule := self._rules.get(equation.primitive.name)) is not None:
-                operands = rule(equation, results)
-            elif self._enters and (inside := regions(equation)):
-                operands = self._back_through(equation, inside, results)
-            else:
-                operands = self._unknown(equation, results)
+            operands = self._across(self._back_through, equation, results)
             for v, fact in zip(equation.invars, operands, strict=True):
                 add(v, fact)
         return Facts([env.get(v, self._bottom) for v in jaxpr.invars], env)
 
-    def _back_through(
-        self, equation: Equation, inside: Sequence[Region], results: Sequence[F]
-    ) -> Sequence[F]:
+    def _back_through(self, equation: Equation, results: Sequence[F]) -> Sequence[F]:
         """Computes the facts of operands from those of results, through the programs inside."""
         operands = [self._bottom] * len(equation.invars)
-        for region in inside:
+        for region in regions(equation):
             needed = [self._bottom] if region.decides else list(results)
-            while True:
-                found, grown = [*self.backward(region.jaxpr, needed).ends], list(needed)
-                for result, argument in region.carries:
-                    grown[result] = self._join(grown[result], found[argument])
-                if grown == needed:
-                    break
-                needed = grown
-            for result, argument in region.carries if region.may_be_skipped else ():
-                found[argument] = self._join(found[argument], needed[result])
+            back = [(argument, result) for result, argument in region.carries]
+            found = self._fixpoint(self.backward, region, needed, back)
             for position, fact in zip(region.operands, found, strict=True):
                 operands[position] = self._join(operands[position], fact)
         return operands

@@ -41,20 +41,15 @@ def with_broadcasts_in_loops(closed: AnyJaxpr) -> AnyJaxpr:
 
 
 class _Scans(Rewriter):
-    """Rewrites scans."""
+    """Rewrites scans to broadcast the constants of their iterations themselves."""
 
     def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
-        return super().equation(_broadcasting(eqn, graph_of(jaxpr)), jaxpr)
-
-
-def _broadcasting(eqn: Equation, graph: Graph) -> Equation:
-    """Returns a scan that broadcasts the constants of its iterations itself, or another equation as
-    it is."""
-    if eqn.primitive is not prims.scan_p:
-        return eqn
-    constants = eqn.invars[: jaxprs.scan_counts(eqn).consts]
-    found = {i: b for i, v in enumerate(constants) if (b := _broadcast(v, graph)) is not None}
-    return computing(eqn, "jaxpr", found) if found else eqn
+        if eqn.primitive is prims.scan_p:
+            graph = graph_of(jaxpr)
+            constants = enumerate(eqn.invars[: jaxprs.scan_counts(eqn).consts])
+            found = {i: b for i, v in constants if (b := _broadcast(v, graph)) is not None}
+            eqn = computing(eqn, "jaxpr", found) if found else eqn
+        return super().equation(eqn, jaxpr)
 
 
 def _broadcast(v: Atom, graph: Graph) -> Computation | None:

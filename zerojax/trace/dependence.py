@@ -54,7 +54,8 @@ def check_late(jaxpr: Jaxpr, given: Parts, results: PyTree, name: str) -> None:
     )
     updates = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.opt_state.updates)]
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
-    lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
+    is_late = DEPENDS.forward(jaxpr, [v in updates for v in jaxpr.invars]).ends
+    lateness = jax.tree.unflatten(jax.tree.structure(results), is_late)
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
     source = unchanged(jaxpr)
     index = jax.tree.unflatten(jax.tree.structure(results), range(len(source)))[0].opt_state.inner
@@ -123,11 +124,6 @@ def _named(prefix: str, lateness: PyTree) -> list[str]:
     """Returns the paths of the leaves of a tree that are late."""
     leaves = jax.tree_util.tree_leaves_with_path(lateness)
     return [f"{prefix}{jax.tree_util.keystr(path)}" for path, late in leaves if late]
-
-
-def depends_on(jaxpr: Jaxpr, start: Sequence[Atom]) -> Sequence[bool]:
-    """Returns, for each result of a jaxpr, whether it depends on one of the arguments ``start``."""
-    return DEPENDS.forward(jaxpr, [v in start for v in jaxpr.invars]).ends
 
 
 def unchanged(jaxpr: Jaxpr) -> Sequence[int | None]:

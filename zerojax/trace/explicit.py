@@ -22,6 +22,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, explicit_axes
+from zerojax.graph.primitives import CONTRACTIONS
 from zerojax.plan.state_sharding import Plan, layout
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
@@ -157,7 +158,7 @@ def automatic_update(
 
 
 def _automatic(closed: AnyJaxpr, mesh: Mesh) -> core.ClosedJaxpr:
-    """Returns a jaxpr without explicit axes, with most calls inlined, see :func:`_opens`."""
+    """Returns a jaxpr without explicit axes, with all calls inlined but checkpoints."""
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
         for v in jaxprs.open_jaxpr(closed)[0].invars
@@ -168,14 +169,10 @@ def _automatic(closed: AnyJaxpr, mesh: Mesh) -> core.ClosedJaxpr:
             return _equation(eqn, [*map(_constant, values)], mesh)
 
     def function(*args: jax.Array) -> list[jax.typing.ArrayLike]:
-        return [*map(_constant, jaxprs.evaluate(closed, args, run, _opens))]
+        outs = jaxprs.evaluate(closed, args, run, lambda eqn: eqn.primitive is not prims.remat_p)
+        return [*map(_constant, outs)]
 
     return jax.make_jaxpr(function)(*shapes)
-
-
-def _opens(eqn: Equation) -> bool:
-    """Returns whether a call is inlined: not a checkpoint."""
-    return eqn.primitive is not prims.remat_p
 
 
 def _equation(
@@ -186,9 +183,8 @@ def _equation(
     requested = next((sharding for sharding in requests if sharding is not None), None)
     if not isinstance(requested, NamedSharding) or not explicit_axes(requested.mesh):
         requested = None
-    if eqn.primitive.name in ("reshard", "mesh_cast"):
-        return [_placed(values[0], requested, mesh)]
-    if eqn.primitive is prims.sharding_constraint_p and requested is not None:
+    is_constraint = eqn.primitive is prims.sharding_constraint_p and requested is not None
+    if is_constraint or eqn.primitive.name in ("reshard", "mesh_cast"):
         return [_placed(values[0], requested, mesh)]
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
@@ -196,10 +192,10 @@ def _equation(
             "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), one for each axis."
         )
     params = map_jaxprs(eqn.params, lambda x: jaxprs.shaped_like(x, _automatic(x, mesh)))
-    if requested is not None and eqn.primitive is not prims.sharding_constraint_p:
+    if requested is not None:
         params = params | dict.fromkeys(params.keys() & {*jaxprs.SHARDINGS})
     outs = jaxprs.bind(eqn, values, params)
-    if eqn.primitive is prims.dot_general_p and requested is not None:
+    if eqn.primitive.name in CONTRACTIONS and requested is not None:
         return [_placed(outs[0], requested, mesh)]
     return outs
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,7 +69,7 @@ def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice]:
         if recipes.keys().isdisjoint(jaxprs.variables(graph.producer(v).invars)):
             continue
         found = graph.backward_slice([v], through=_is_by_element)
-        if sum(_bytes(end.aval) for end in found.ends) <= _bytes(v.aval):
+        if sum(jaxprs.nbytes(end.aval) for end in found.ends) <= jaxprs.nbytes(v.aval):
             recipes[v] = found
     return recipes
 
@@ -79,10 +78,6 @@ def _is_by_element(eqn: Equation) -> bool:
     name = eqn.primitive.name
     is_known = name in ELEMENTWISE or name in ("broadcast_in_dim", "reshape", "transpose")
     return is_known and jaxprs.param(eqn, "sharding", None) is None
-
-
-def _bytes(aval: Aval) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _run(closed: AnyJaxpr, args: Sequence[Any], codes: Sequence[bool]) -> list[Any]:
@@ -134,8 +129,21 @@ class _Program(NamedTuple):
     layers: Sequence[Atom]
     kept: Sequence[int]
 
-    def run(self, *args: Any) -> list[Any]:
-        return _run(self.closed, args, self.codes)
+    def given(self, operands: Sequence[Atom], value: _Value) -> Callable[..., list[Any]]:
+        """Returns the program as a function of its arguments behind the first operands, and of
+        those for ``layers``.
+
+        Args:
+          operands: The outer variables for the first arguments of the program before.
+          value: Function from an outer variable to its value.
+        """
+        kept = [value(operands[i]) for i in self.kept if i < len(operands)]
+        ends = [*map(value, self.ends)]
+
+        def run(others: Sequence[Any] = (), layers: Sequence[Any] = ()) -> list[Any]:
+            return _run(self.closed, (*ends, *layers, *kept, *others), self.codes)
+
+        return run
 
 
 def _program(
@@ -249,20 +257,14 @@ def _bind(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
 
 
 def _call(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
-    program = _program(jaxprs.called_jaxpr(eqn), eqn.invars, recipes)
-    kept = [value(eqn.invars[i]) for i in program.kept]
-    return program.run(*map(value, program.ends), *kept)
+    return _program(jaxprs.called_jaxpr(eqn), eqn.invars, recipes).given(eqn.invars, value)()
 
 
 def _cond(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
     index, *operands = eqn.invars
-
-    def branch(jaxpr: AnyJaxpr) -> Callable[[], list[Any]]:
-        program = _program(jaxpr, operands, recipes)
-        args = [*map(value, program.ends), *(value(operands[i]) for i in program.kept)]
-        return lambda: program.run(*args)
-
-    chosen: list[Any] = lax.switch(value(index), [*map(branch, jaxprs.param(eqn, "branches"))])
+    programs = [_program(branch, operands, recipes) for branch in jaxprs.param(eqn, "branches")]
+    branches = [program.given(operands, value) for program in programs]
+    chosen: list[Any] = lax.switch(value(index), branches)
     return chosen
 
 
@@ -274,8 +276,7 @@ def _while(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
     def part(jaxpr: AnyJaxpr, consts: Sequence[Atom]) -> Callable[[Sequence[Any]], list[Any]]:
         operands, n = (*consts, *carry), len(consts)
         program = _program(jaxpr, operands, recipes, carried=range(n, len(operands)))
-        args = [*map(value, program.ends), *(value(operands[i]) for i in program.kept if i < n)]
-        return lambda state: program.run(*args, *state)
+        return program.given(consts, value)
 
     cond, body = part(loop.cond, eqn.invars[:a]), part(loop.body, eqn.invars[a:b])
     final: list[Any] = lax.while_loop(lambda state: cond(state)[0], body, [*map(value, carry)])
@@ -287,13 +288,12 @@ def _scan(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
     carried = range(a, a + n)
     jaxpr = jaxprs.param(eqn, "jaxpr")
     program = _program(jaxpr, eqn.invars, recipes, carried, first_stack=a + n)
-    consts = [value(eqn.invars[i]) for i in program.kept if i < a]
-    ends = [*map(value, program.ends)]
+    iteration = program.given(eqn.invars[:a], value)
     stacks = [value(eqn.invars[i]) for i in program.kept if i >= a + n]
 
     def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         layers, others = xs
-        outs = program.run(*ends, *layers, *consts, *carry, *others)
+        outs = iteration([*carry, *others], layers)
         return outs[:n], outs[n:]
 
     carry, ys = lax.scan(

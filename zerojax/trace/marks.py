@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -102,10 +102,9 @@ def origins_of(jaxpr: Jaxpr, name: str) -> dict[str, list[MarkOrigins]]:
     origins: dict[str, list[MarkOrigins]] = {GRADIENT: [], LOSS: []}
 
     def result_origins(eqn: Equation, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
-        out = _union(ins) | (MarkOrigins.MARK if holds(eqn, name) else MarkOrigins(0))
-        return [out | (MarkOrigins.MIXED if _mixes(eqn, ins) else MarkOrigins(0))] * len(
-            eqn.outvars
-        )
+        mark = MarkOrigins.MARK if holds(eqn, name) else MarkOrigins(0)
+        mixed = MarkOrigins.MIXED if _mixes(eqn, ins) else MarkOrigins(0)
+        return [functools.reduce(operator.or_, ins, mark | mixed)] * len(eqn.outvars)
 
     analysis = Analysis(MarkOrigins(0), operator.or_, result_origins, control=False)
     analysis.rule("scan", "while", "shard_map")(result_origins)
@@ -118,10 +117,6 @@ def origins_of(jaxpr: Jaxpr, name: str) -> dict[str, list[MarkOrigins]]:
 
     analysis.forward(jaxpr, [MarkOrigins.INPUT] * len(jaxpr.invars))
     return origins
-
-
-def _union(parts: Iterable[MarkOrigins]) -> MarkOrigins:
-    return functools.reduce(operator.or_, parts, MarkOrigins(0))
 
 
 def _mixes(eqn: Equation, ins: Sequence[MarkOrigins]) -> bool:

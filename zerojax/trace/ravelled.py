@@ -11,14 +11,15 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.contractions import Contraction
 from zerojax.graph.def_use import Graph, graph_of
-from zerojax.graph.primitives import ELEMENTWISE, REDUCTIONS
+from zerojax.graph.primitives import CONTRACTIONS, ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
 from zerojax.xla.rewriter import Computation, Rewriter, computing, renamed
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 from zerojax.xla.unused import without_unused
 
-_REDUCTIONS = REDUCTIONS - {"argmax", "argmin"}  # these return a position in the vector
+_SUMS = CONTRACTIONS | REDUCTIONS - {"argmax", "argmin"}  # these return a position in the vector
 
 
 def without_ravels(closed: AnyJaxpr) -> AnyJaxpr:
@@ -67,8 +68,7 @@ class _Sums(Rewriter):
 def _summed_in_shape(eqn: Equation, graph: Graph) -> Sequence[Equation]:
     """Returns a dot product or a reduction of values that are computed element by element from
     reshaped arrays of one shape as equations of the arrays themselves; none for other equations."""
-    is_product = eqn.primitive is prims.dot_general_p
-    is_sum = is_product or eqn.primitive.name in _REDUCTIONS
+    is_sum = eqn.primitive.name in _SUMS
     if not is_sum or eqn.outvars[0].aval.shape or any(v.aval.ndim != 1 for v in eqn.invars):
         return []
 
@@ -80,7 +80,8 @@ def _summed_in_shape(eqn: Equation, graph: Graph) -> Sequence[Equation]:
         return []
     (shape,) = shapes
     every = tuple(range(len(shape)))
-    sums = {"dimension_numbers": ((every, every), ((), ()))} if is_product else {"axes": every}
+    product = Contraction.of(eqn)
+    sums = {"axes": every} if product is None else product.params((every, every), ((), ()))
     own = arrays | {v: jaxprs.new_variable(v.aval, shape) for v in part.results}
     new = renamed(
         part.equations, own, lambda each: {"shape": shape} if _spreads_scalar(each) else {}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as prims
 
+from zerojax.graph.contractions import Contraction
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import CAST
 from zerojax.xla import jaxprs
@@ -41,9 +42,8 @@ def with_scaled_products(closed: AnyJaxpr) -> AnyJaxpr:
       ...     return x @ (codes.astype(jnp.float32) * scales)
       >>> shapes = jnp.ones((2, 4)), jnp.ones((4, 8), jnp.int8), jnp.ones((1, 8))
       >>> new = with_scaled_products(jax.make_jaxpr(product)(*shapes))
-      >>> names = [e.primitive.name for e in new.eqns]
-      >>> names.index("dot_general") < len(names) - 1, names[-1]
-      (True, 'mul')
+      >>> new.eqns[-1].primitive.name, new.eqns[-1].outvars[0].aval.shape
+      ('mul', (2, 8))
     """
     return _Products()(closed)
 
@@ -52,10 +52,10 @@ class _Products(Rewriter):
     """Rewrites products."""
 
     def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
-        if eqn.primitive is prims.dot_general_p:
+        if (product := Contraction.of(eqn)) is not None:
             for side in (1, 0):
-                if (factors := _factors(eqn, side, graph_of(jaxpr))) is not None:
-                    return _scaled_after(eqn, side, factors)
+                if (factors := _factors(product, side, graph_of(jaxpr))) is not None:
+                    return _scaled_after(product, side, factors)
         return super().equation(eqn, jaxpr)
 
 
@@ -66,40 +66,35 @@ class _Factors(NamedTuple):
     scales: Atom
 
 
-def _factors(eqn: Equation, side: int, graph: Graph) -> _Factors | None:
+def _factors(product: Contraction, side: int, graph: Graph) -> _Factors | None:
     """Returns the factors of an operand; None if it is not scaled codes, or the scales vary along
     the dimensions that the product sums over."""
-    product = graph.producer(graph.origin(eqn.invars[side], {CAST}))
-    if product is None or product.primitive is not prims.mul_p:
+    operand = product.eqn.invars[side]
+    scaled = graph.producer(graph.origin(operand, {CAST}))
+    if scaled is None or scaled.primitive is not prims.mul_p:
         return None
-    summed = jaxprs.param(eqn, "dimension_numbers")[0][side]
-    for codes, scales in (product.invars, product.invars[::-1]):
+    for codes, scales in (scaled.invars, scaled.invars[::-1]):
         source = graph.origin(codes, {CAST})
         is_codes = jnp.issubdtype(source.aval.dtype, jnp.integer) and source is not codes
-        same_rank = scales.aval.ndim == source.aval.ndim == eqn.invars[side].aval.ndim
+        same_rank = scales.aval.ndim == source.aval.ndim == operand.aval.ndim
+        summed = product.contracted[side]
         if is_codes and same_rank and all(scales.aval.shape[d] == 1 for d in summed):
             return _Factors(source, scales)
     return None
 
 
-def _scaled_after(eqn: Equation, side: int, factors: _Factors) -> list[Equation]:
+def _scaled_after(product: Contraction, side: int, factors: _Factors) -> list[Equation]:
     """Returns a product of codes, and the multiplication of its result by the scales."""
-    params = eqn.params
-    contracting, batch = params["dimension_numbers"]
-    ndim = eqn.invars[side].aval.ndim
-    taken = (*batch[side], *contracting[side])
-    free = [d for d in range(ndim) if d not in taken]
-    others = eqn.invars[1 - side].aval.ndim - len(batch[0]) - len(contracting[0])
+    eqn, places = product.eqn, product.places(side)
 
     def run(other: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
         codes = codes.astype(eqn.invars[side].aval.dtype)
-        operands = (other, codes) if side else (codes, other)
-        result: jax.Array = prims.dot_general_p.bind(*operands, **params)
-        # In the result, batch dimensions come first, then those of the left operand.
-        scales = lax.transpose(scales, (*batch[side], *free, *contracting[side]))
-        shape = scales.shape[: len(batch[side])]
-        own = scales.shape[len(shape) : len(shape) + len(free)]
-        shape += ((1,) * others + own) if side else (own + (1,) * others)
-        return result * lax.reshape(scales, shape).astype(result.dtype)
+        (result,) = jaxprs.bind(eqn, (other, codes) if side else (codes, other))
+        sizes = {at: scales.shape[d] for d, at in places.items()}
+        order = (*sorted(places, key=places.__getitem__), *product.contracted[side])
+        scales = lax.transpose(scales, order)
+        shape = [sizes.get(d, 1) for d in range(result.ndim)]
+        scaled: jax.Array = result * lax.reshape(scales, shape).astype(result.dtype)
+        return scaled
 
     return replaced(eqn, run, (eqn.invars[1 - side], factors.codes, factors.scales))

@@ -14,11 +14,11 @@ from typing import NamedTuple, Self
 
 import jax
 from jax import lax
-from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.rates import rates_of
+from zerojax.graph.contractions import Contraction
 from zerojax.xla import jaxprs
 from zerojax.xla.compiler import GPUS
 from zerojax.xla.rewriter import Rewriter, replaced
@@ -72,8 +72,8 @@ def with_repeated_rows(closed: AnyJaxpr, products: SmallProducts) -> AnyJaxpr:
       >>> x, matrix = jnp.ones((1, 4), "bfloat16"), jnp.ones((4, 8), "bfloat16")
       >>> traced = jax.make_jaxpr(jnp.matmul)(x, matrix)
       >>> new = with_repeated_rows(traced, SmallProducts(1, elements=100, columns=100))
-      >>> [(eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in new.eqns]
-      [('broadcast_in_dim', (2, 4)), ('dot_general', (2, 8)), ('slice', (1, 8))]
+      >>> [eqn.outvars[0].aval.shape for eqn in new.eqns]  # two rows, their product, its first row
+      [(2, 4), (2, 8), (1, 8)]
     """
     return _Products(products)(closed)
 
@@ -86,37 +86,30 @@ class _Products(Rewriter):
         self._products = products
 
     def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
-        if eqn.primitive is prims.dot_general_p:
+        if (product := Contraction.of(eqn)) is not None:
             for side in (0, 1):
-                if (axis := _single_row(eqn, side, self._products)) is not None:
-                    return _repeated(eqn, side, axis)
+                if (axis := _single_row(product, side, self._products)) is not None:
+                    return _repeated(product, side, axis)
         return super().equation(eqn, jaxpr)
 
 
-def _free(eqn: Equation, side: int) -> list[int]:
-    """Returns the dimensions of an operand that a product does not sum over."""
-    summed = jaxprs.param(eqn, "dimension_numbers")[0][side]
-    return [d for d in range(eqn.invars[side].aval.ndim) if d not in summed]
-
-
-def _single_row(eqn: Equation, side: int, products: SmallProducts) -> int | None:
+def _single_row(product: Contraction, side: int, products: SmallProducts) -> int | None:
     """Returns a dimension of size 1 to repeat, if the operand has one row on each device and the
     other one is a small matrix; else None."""
-    _, batch = jaxprs.param(eqn, "dimension_numbers")
-    row, matrix = (eqn.invars[i].aval for i in (side, 1 - side))
-    if any(batch) or max(row.dtype.itemsize, matrix.dtype.itemsize) > 2:
+    row, matrix = (product.eqn.invars[i].aval for i in (side, 1 - side))
+    if any(product.batched) or max(row.dtype.itemsize, matrix.dtype.itemsize) > 2:
         return None
-    rows = [d for d in _free(eqn, side) if row.shape[d] == 1]
-    columns = math.prod(matrix.shape[d] for d in _free(eqn, 1 - side))
-    is_single = math.prod(row.shape[d] for d in _free(eqn, side)) in (1, products.devices)
+    free = product.free(side)
+    rows = [d for d in free if row.shape[d] == 1]
+    columns = math.prod(matrix.shape[d] for d in product.free(1 - side))
+    is_single = math.prod(row.shape[d] for d in free) in (1, products.devices)
     is_small = 1 < columns < products.columns and matrix.size < products.elements
     return rows[-1] if rows and is_single and is_small else None
 
 
-def _repeated(eqn: Equation, side: int, axis: int) -> list[Equation]:
+def _repeated(product: Contraction, side: int, axis: int) -> list[Equation]:
     """Returns a product of two rows along the dimension `axis` of an operand, and its first."""
-    first = len(_free(eqn, 0)) if side else 0
-    at = first + _free(eqn, side).index(axis)
+    eqn, at = product.eqn, product.places(side)[axis]
 
     def run(*operands: jax.Array) -> jax.Array:
         two = [*operands]

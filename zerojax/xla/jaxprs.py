@@ -9,6 +9,7 @@ version of jax.
 from __future__ import annotations
 
 import contextlib
+import math
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -359,6 +360,11 @@ def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStru
     """Returns the abstract value of a variable for tracing; with another shape, if given."""
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
+
+
+def nbytes(aval: Shaped) -> int:
+    """Returns the number of bytes of an array."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def new_variable(aval: Any, shape: Sequence[int] | None = None) -> Atom:

@@ -236,16 +236,13 @@ def _equal_or_counting(value: Any, use: Equation) -> core.ClosedJaxpr | None:
 def _through_loop(eqn: Equation, values: Sequence[Atom], outs: Sequence[Atom]) -> list[Atom]:
     """Returns the results of an equation; of a ``scan`` that returns operands unchanged, as flax's
     returns the parameters of layers, those operands."""
-    if eqn.primitive is not prims.scan_p:
+    if (scan := jaxprs.scan_parts(eqn)) is None:
         return [*outs]
-    consts, carry = jaxprs.scan_counts(eqn)
-    sources = unchanged(jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0])
-    return [
-        out
-        if source is None or (source != consts + i if i < carry else source < consts + carry)
-        else values[source]
-        for i, (out, source) in enumerate(zip(outs, sources, strict=True))
-    ]
+    carried, stacked = scan.results(unchanged(jaxprs.open_jaxpr(scan.body)[0]))
+    own = [at == scan.consts + i for i, at in enumerate(carried)]
+    own += [at is not None and at >= scan.first_stack for at in stacked]
+    sources = zip(outs, [*carried, *stacked], own, strict=True)
+    return [values[at] if is_own else out for out, at, is_own in sources]
 
 
 def _reduces(eqn: Equation) -> bool:

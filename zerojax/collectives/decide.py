@@ -169,24 +169,23 @@ def decide_loop(
       updated: See :func:`find_updated`.
       prefetches: Whether the loop gathers parameters one iteration ahead.
     """
-    a, n = jaxprs.scan_counts(eqn)
-    consts, xs = values[:a], values[a + n :]
-    sums = CarriedSums(eqn, want[:n], gatherer.thresholds.held)
-    carried = [i for i in range(n) if i not in sums.terms]
+    loop = jaxprs.scan_parts(eqn)
+    (consts, _, xs), (carried_want, stacks_want) = loop.operands(values), loop.results(want)
+    sums = CarriedSums(loop, carried_want, gatherer.thresholds.held)
+    carried = [i for i in range(loop.carry) if i not in sums.terms]
     # A loop that carries other gradients runs over micro-batches, and each iteration gathers.
     remaining = [i for i in carried if i not in sums.stacks and i not in updated]
     gradient_specs = [spec for i in remaining if (spec := want[i]) is not None]
     over_micro_batches = any(is_sharded(spec, gatherer.axis) for spec in gradient_specs)
-    jaxpr = jaxprs.param(eqn, "jaxpr")
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
     read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
-    has_stacks = any(want[n:]) or bool(sums.stacks)
-    prefetched = prefetch.decide(eqn, read, gatherer, scope.row_dims, gathers=prefetches)
-    later = deferred.decide(eqn, want[n:], gatherer, scope.row_dims) if scope.defers else {}
-    stacks = [v.aval for v in eqn.outvars[n:]]
+    has_stacks = any(stacks_want) or bool(sums.stacks)
+    prefetched = prefetch.decide(loop, read, gatherer, scope.row_dims, gathers=prefetches)
+    later = deferred.decide(loop, stacks_want, gatherer, scope.row_dims) if scope.defers else {}
+    (*_, stacks), (_, results) = loop.operands(eqn.invars), loop.results(eqn.outvars)
     stacked_bytes = (
-        sum(eqn.invars[a + n + i].aval.size * d.itemsize for i, d in prefetched.items()),
-        sum(stacks[i].size * stacks[i].dtype.itemsize for i in later),
+        sum(stacks[i].aval.size * d.itemsize for i, d in prefetched.items()),
+        sum(results[i].aval.size * results[i].aval.dtype.itemsize for i in later),
     )
     return LoopDecisions(
         sums=sums,
@@ -194,7 +193,7 @@ def decide_loop(
         updated=updated,
         constants=set()
         if over_micro_batches
-        else find_constants(jaxpr, consts, gatherer.mesh, gatherer.thresholds.held),
+        else find_constants(loop.body, consts, gatherer.mesh, gatherer.thresholds.held),
         gathered=gathered,
         prefetched=prefetched,
         filled={
@@ -203,9 +202,10 @@ def decide_loop(
             if i not in gathered and isinstance(x, Shard) and x.gathering.by_loop
         },
         deferred=later,
-        layer=max(stacked_bytes) // jaxprs.param(eqn, "length"),
-        of_layer=has_stacks and not any(want[i] for i in range(n) if i not in sums.stacks),
-        want=[*(updated.get(i, want[i]) for i in carried), *want[n:], *(None for _ in sums.roots)],
+        layer=max(stacked_bytes) // loop.length,
+        of_layer=has_stacks
+        and not any(spec for i, spec in enumerate(carried_want) if i not in sums.stacks),
+        want=[*(updated.get(i, want[i]) for i in carried), *stacks_want, *[None] * len(sums.roots)],
     )
 
 

@@ -188,14 +188,14 @@ class Inserter(Scans):
         enters calls and loops, fetches operands from host memory, and reduces the results that are
         gradients."""
         wants = decided.wants
+        specs = [wants.get(v) for v in eqn.outvars]
         if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
             return [scope.replace[mark](*values)]
         if eqn.primitive in jaxprs.CALLS:
-            return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
-        if eqn.primitive is prims.scan_p:
-            return self.scan(
-                eqn, values, scope, target_specs.of_scan_body(eqn, wants), decided.leaving
-            )
+            return self._call(eqn, values, scope, specs)
+        if (loop := jaxprs.scan_parts(eqn)) is not None:
+            want = target_specs.of_scan_body(loop, specs)
+            return self.scan(eqn, values, scope, want, decided.leaving)
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
         if marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.SHARD):
@@ -214,7 +214,6 @@ class Inserter(Scans):
             return jaxprs.bind(eqn, values)
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
-        specs = [wants.get(v) for v in eqn.outvars]
         if eqn.outvars and (product := decided.in_place.get(eqn.outvars[0])) is not None:
             outs = [product.run(values, decisions.PRODUCED, self, scope)]
         else:

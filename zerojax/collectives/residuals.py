@@ -38,7 +38,7 @@ def find(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
     return {
         v
         for eqn in graph_of(jaxpr).named("scan")
-        for v in eqn.outvars[jaxprs.scan_counts(eqn).carry :]
+        for v in jaxprs.scan_parts(eqn).results(eqn.outvars)[1]
         if jnp.issubdtype(v.aval.dtype, jnp.floating)
         and v.aval.size >= smallest * jaxprs.param(eqn, "length")
         and (uses := _uses(jaxpr, v, direct=False))

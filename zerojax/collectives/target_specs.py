@@ -25,6 +25,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import Atom, Equation, HasEquations
 
 _PASSES = ELEMENTWISE | LABELS | OVERWRITES
@@ -57,8 +58,11 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
             # user's, usually one of an activation.
             out = eqn.outvars[0]
             wants.setdefault(out, constrained.get(out, (None,) * out.aval.ndim))
-        if eqn.primitive is prims.scan_p:
-            _through_carry(eqn, wants)
+        if (loop := jaxprs.scan_parts(eqn)) is not None:
+            (_, starts, _), (results, _) = loop.operands(eqn.invars), loop.results(eqn.outvars)
+            for out, start in zip(results, starts, strict=True):
+                if out in wants and not isinstance(start, core.Literal):
+                    wants.setdefault(start, wants[out])
         if len(eqn.outvars) != 1 or eqn.outvars[0] not in wants:
             continue
         out = eqn.outvars[0]
@@ -82,19 +86,10 @@ def passes(eqn: Equation, wants: Mapping[Atom, Spec], mesh: Mesh) -> bool:
     return spec is not None and bool(propagate.operand_specs(eqn, spec, mesh))
 
 
-def of_scan_body(eqn: Equation, wants: Mapping[Atom, Spec]) -> list[Spec | None]:
+def of_scan_body(loop: ScanParts, want: Sequence[Spec | None]) -> list[Spec | None]:
     """Returns the target specs of one iteration's results, from those of the scan's results."""
-    _, n = jaxprs.scan_counts(eqn)
-    specs = [wants.get(v) for v in eqn.outvars]
-    stacked = [None if s is None or s[0] else s[1:] for s in specs[n:]]
-    return [*specs[:n], *stacked]
-
-
-def _through_carry(eqn: Equation, wants: dict[Atom, Spec]) -> None:
-    a, n = jaxprs.scan_counts(eqn)
-    for out, start in zip(eqn.outvars[:n], eqn.invars[a : a + n], strict=True):
-        if out in wants and not isinstance(start, core.Literal):
-            wants.setdefault(start, wants[out])
+    carried, stacks = loop.results(want)
+    return [*carried, *(None if s is None or s[0] else s[1:] for s in stacks)]
 
 
 def spec_of(eqn: Equation) -> Spec | None:

@@ -69,7 +69,7 @@ def run(loop: EquationPair, args: Sequence[Any], rows: Rows) -> list[Any]:
       ValueError: Random numbers are drawn by another generator, or a ``shard_map`` divides arrays
         over axes of the user's.
     """
-    symbolic, jaxpr = (jaxprs.param(each, "jaxpr") for each in loop)
+    symbolic, jaxpr = (jaxprs.scan_parts(each).body for each in loop)
     if contains(loop.eqn, _is_special):
         return _evaluate(symbolic, jaxpr, args, rows)
     return jaxprs.evaluate(jaxpr, args, jaxprs.bind_anywhere, lambda eqn: False)
@@ -111,17 +111,15 @@ def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]
 
 
 def _scan(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
-    eqn = pair.eqn
-    a, n = jaxprs.scan_counts(eqn)
-    symbolic, closed = (jaxprs.param(each, "jaxpr") for each in pair)
+    symbolic, loop = map(jaxprs.scan_parts, pair)
+    consts, start, stacks = loop.operands(values)
 
     def body(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate(symbolic, closed, [*values[:a], *carry, *entries], rows)
-        return outs[:n], outs[n:]
+        outs = _evaluate(symbolic.body, loop.body, [*consts, *carry, *entries], rows)
+        return outs[: loop.carry], outs[loop.carry :]
 
-    length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-    start, entries = list(values[a : a + n]), list(values[a + n :])
-    carry, stacked = lax.scan(body, start, entries, length=length, reverse=reverse)
+    length, reverse = loop.length, loop.reverse
+    carry, stacked = lax.scan(body, [*start], [*stacks], length=length, reverse=reverse)
     return [*carry, *stacked]
 
 

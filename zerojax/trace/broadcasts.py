@@ -52,7 +52,7 @@ def _broadcasting(eqn: Equation, graph: Graph) -> Equation:
     it is."""
     if eqn.primitive is not prims.scan_p:
         return eqn
-    constants = eqn.invars[: jaxprs.scan_counts(eqn).consts]
+    constants, *_ = jaxprs.scan_parts(eqn).operands(eqn.invars)
     found = {i: b for i, v in enumerate(constants) if (b := _broadcast(v, graph)) is not None}
     return computing(eqn, "jaxpr", found) if found else eqn
 

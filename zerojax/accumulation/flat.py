@@ -170,9 +170,6 @@ class _Opener:
             )
         return None
 
-    def _is_learned(self, atom: Atom) -> bool:
-        return not isinstance(atom, core.Literal) and atom in self._learned
-
     def _without_numbers(
         self,
         eqn: Equation,
@@ -183,7 +180,8 @@ class _Opener:
         """Moves reductions that do not depend on learned arguments out of a checkpoint; returns
         the checkpoint that takes them as further operands, and its operands."""
         inner = jaxprs.param(eqn, "jaxpr")
-        depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
+        are_learned = [not self._learned.isdisjoint(jaxprs.variables([v])) for v in values]
+        depends = EQUATION_DEPENDS.forward(inner, are_learned).of
         learned = {v for v, is_learned in depends.items() if is_learned}
 
         def count(each: Equation, are_counted: Sequence[bool]) -> list[bool]:

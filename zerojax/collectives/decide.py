@@ -24,7 +24,7 @@ from zerojax.collectives import (
     target_specs,
 )
 from zerojax.collectives.carried_sums import SAME_ELEMENTS, CarriedSums
-from zerojax.collectives.gathering import MOST, Gatherer, Scope, is_sharded
+from zerojax.collectives.gathering import MOST, Gatherer, Scope, is_on_devices, is_sharded
 from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
@@ -112,8 +112,6 @@ class LoopDecisions:
     Attributes:
       sums: The carried values that are added up on each device and reduced after the loop.
       carried: Positions of the other carried values.
-      updated: By position of a carried value, the spec of its shard, for state that an iteration
-        changes: the loop carries shards, and each iteration gathers the state that it needs.
       constants: Positions of the constants that are gathered before the loop.
       gathered: Positions of the stacks that are gathered before the loop: a stack that is sharded
         along its layers cannot be gathered layer by layer.
@@ -131,7 +129,6 @@ class LoopDecisions:
 
     sums: CarriedSums
     carried: Sequence[int]
-    updated: Mapping[int, Spec]
     constants: set[int]
     gathered: set[int]
     prefetched: Mapping[int, jnp.dtype]
@@ -140,12 +137,6 @@ class LoopDecisions:
     layer: int
     of_layer: bool
     want: Sequence[Spec | None]
-
-    @property
-    def peels(self) -> bool:
-        """True if the first and the last iteration run outside the loop, see
-        :mod:`zerojax.collectives.scans`."""
-        return bool(self.prefetched or self.deferred)
 
 
 def decide_loop(
@@ -166,7 +157,9 @@ def decide_loop(
       want: For each result the spec of an entry's shard if it is a gradient; None for others.
       gatherer: Gathers parameters and reduces gradients.
       scope: The scope that contains the loop.
-      updated: See :func:`find_updated`.
+      updated: By position of a carried value, the spec of its shard, for state that an iteration
+        changes (:func:`find_updated`): the loop carries shards, and each iteration gathers the
+        state that it needs.
       prefetches: Whether the loop gathers parameters one iteration ahead.
     """
     loop = jaxprs.scan_parts(eqn)
@@ -190,7 +183,6 @@ def decide_loop(
     return LoopDecisions(
         sums=sums,
         carried=carried,
-        updated=updated,
         constants=set()
         if over_micro_batches
         else find_constants(loop.body, consts, gatherer.mesh, gatherer.thresholds.held),
@@ -229,9 +221,7 @@ def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) ->
     for i, (result, argument) in enumerate(body.carries):
         x = values[body.operands[argument]]
         if (
-            isinstance(x, Shard)
-            and is_sharded(x.spec, axis)
-            and not x.gathering.host
+            is_on_devices(x, axis)
             and not is_small(x.value.shape, x.spec, axis, small)
             and body.jaxpr.outvars[result] is not body.jaxpr.invars[argument]
         ):

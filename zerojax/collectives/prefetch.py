@@ -12,14 +12,14 @@ ahead from host memory the last iteration fetches its own entries again; the res
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives import decisions, order, residuals
-from zerojax.collectives.gathering import Gatherer, is_sharded
+from zerojax.collectives.gathering import Gatherer, is_on_devices
 from zerojax.collectives.host import entry, on_host
 from zerojax.collectives.shard import HostStack, Shard
 from zerojax.collectives.uses import Uses
@@ -146,15 +146,9 @@ def decide(
     dtypes = {
         i: gathered_dtype(loop, i, x, uses)
         for i, x in enumerate(xs)
-        if _is_shard(x, gatherer.axis) and (gathers or x.gathering.by_loop)
+        if is_on_devices(x, gatherer.axis) and not x.is_rounded and (gathers or x.gathering.by_loop)
     }
     return {i: dtype for i, dtype in dtypes.items() if dtype is not None}
-
-
-def _is_shard(x: Any, axis: str) -> TypeGuard[Shard]:
-    """Returns whether a value is a sharded parameter on the devices, without a rounded copy."""
-    sharded = isinstance(x, Shard) and is_sharded(x.spec, axis)
-    return sharded and not x.gathering.host and not x.is_rounded
 
 
 def gathered_dtype(loop: ScanParts, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:

@@ -99,7 +99,7 @@ def _zeros(length: int, entry: jax.Array) -> jax.Array:
 
 
 class Scans(Gatherer):
-    """Runs scans on sharded values.
+    """Runs the programs of loops on sharded values.
 
     Attributes:
       overlap: Whether loops gather one iteration ahead, and reduce one iteration later.
@@ -123,27 +123,6 @@ class Scans(Gatherer):
     ) -> list[Any]:
         """Returns a jaxpr's results on sharded values."""
         raise NotImplementedError
-
-    def scan(
-        self,
-        eqn: Equation,
-        values: Sequence[Any],
-        scope: Scope,
-        want: Sequence[Spec | None],
-        leaving: set[Atom],
-    ) -> Sequence[object]:
-        """Returns a scan's results.
-
-        Args:
-          eqn: The scan.
-          values: Its operands.
-          scope: The scope that contains the scan.
-          want: For each result that is a gradient the spec of its shard, for a stack that of one
-            entry's shard; None for others.
-          leaving: The variables of the stacks that wait in host memory for the backward pass.
-        """
-        loop = _Loop(self, eqn, values, scope, want, leaving)
-        return loop.results(*loop.iterations())
 
     def held(
         self,
@@ -212,8 +191,18 @@ _Stacked = tuple[list[PyTree], list[jax.Array]]
 """The stacks of a loop's results, and of the layers that it has gathered for later loops."""
 
 
-class _Loop:
-    """One scan on sharded values; the arguments are those of :meth:`Scans.scan`."""
+class Loop:
+    """One scan on sharded values.
+
+    Args:
+      scans: Runs its iterations.
+      eqn: The scan.
+      values: Its operands.
+      scope: The scope that contains the scan.
+      want: For each result that is a gradient the spec of its shard, for a stack that of one
+        entry's shard; None for others.
+      leaving: The variables of the stacks that wait in host memory for the backward pass.
+    """
 
     _want: Sequence[Spec | None]
     _outs: Sequence[Atom]
@@ -266,7 +255,7 @@ class _Loop:
         self._jaxpr = decided.sums.body()
         self._sent_specs: dict[int, Spec | None] = {}
 
-    def iterations(self) -> tuple[_Carry, _Stacked]:
+    def _iterations(self) -> tuple[_Carry, _Stacked]:
         """Runs the iterations; returns the last carry, and the stacks."""
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self._decided.sums.roots]
         prefetched, deferred = self._prefetched, self._deferred
@@ -277,7 +266,7 @@ class _Loop:
             start,
             _Entries(*orders, prefetched.rest(), self._stacks.rounded),
             self._parts,
-            peel=self._decided.peels,
+            peel=bool(self._decided.prefetched or self._decided.deferred),
         )
 
     def _iteration(
@@ -328,9 +317,9 @@ class _Loop:
             return send_to_host(value)
         return self._stacks.stack(i, y)
 
-    def results(self, last: _Carry, stacked: _Stacked) -> list[object]:
-        """Returns the loop's results, from those of :meth:`iterations`."""
-        scans, (ys, gathered) = self._scans, stacked
+    def results(self) -> list[object]:
+        """Runs the loop, and returns its results."""
+        scans, (last, (ys, gathered)) = self._scans, self._iterations()
         final: dict[int, Any] = dict(zip(self._decided.carried, last.values, strict=True))
         final |= {i: Shard(final[i], spec) for i, spec in self._updated.items()}
         with scans.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):

@@ -175,7 +175,12 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
     (key,) = values
     known = eqn.primitive.name == "random_bits" and str(jax.random.key_impl(key)) == _GENERATOR
     config: Any = jax.config
-    _check(eqn, known and config.jax_threefry_partitionable)
+    if not (known and config.jax_threefry_partitionable):
+        raise ValueError(
+            f"a layer draws random numbers ({where(eqn)}) that pipeline stages cannot draw row by "
+            "row: use jax's default generator (jax_default_prng_impl = threefry2x32, "
+            "jax_threefry_partitionable = True)."
+        )
     shape, each = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.shape[dim] // rows.number
     # The position of an element is (outer * size + row) * inner + rest, in 64 bits.
     inner = math.prod(shape[dim + 1 :])
@@ -202,12 +207,3 @@ def _product(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     middle = a1 * b0 + (a0 * b0 >> half)
     other = a0 * b1 + (middle & mask)
     return a1 * b1 + (middle >> half) + (other >> half), a * np.uint32(b)
-
-
-def _check(eqn: Equation, fits: bool) -> None:
-    if not fits:
-        raise ValueError(
-            f"a layer draws random numbers ({where(eqn)}) that pipeline stages cannot draw row by "
-            "row: use jax's default generator (jax_default_prng_impl = threefry2x32, "
-            "jax_threefry_partitionable = True)."
-        )

@@ -149,12 +149,11 @@ def decide(
         return {}
     body, _ = jaxprs.open_jaxpr(loop.body)
     _, results = loop.results(body.outvars)
-    sums = {
-        i: _row_sum(body, v, spec, gatherer, rows)
+    return {
+        i: row_sum
         for i, (v, spec) in enumerate(zip(results, want, strict=True))
-        if spec is not None
+        if (row_sum := _row_sum(body, v, spec, gatherer, rows)) is not None
     }
-    return {i: row_sum for i, row_sum in sums.items() if row_sum is not None}
 
 
 def _put(stack: jax.Array, entry: jax.typing.ArrayLike, at: jax.Array | int) -> jax.Array:

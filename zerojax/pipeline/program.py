@@ -178,7 +178,8 @@ class Pipeline:
         that jax has broadcast to them before the loop, on the rows of one device; None for other
         constants."""
         program = graph_of(self._flat).backward_slice([v], lambda x: not growing(x))
-        if not all(map(_is_broadcast, program.equations)) or any(map(growing, program.ends)):
+        are_broadcasts = {eqn.primitive.name for eqn in program.equations} <= _BROADCASTS
+        if not are_broadcasts or any(map(growing, program.ends)):
             return None
         flat = dataclasses.replace(
             self._flat, invars=[*program.ends], eqns=[*program.equations], outvars=[v], constvars=[]
@@ -239,10 +240,6 @@ class Pipeline:
 
 def _rows(x: Value) -> Value:
     return x.rows if isinstance(x, Slots) else x
-
-
-def _is_broadcast(eqn: Equation) -> bool:
-    return eqn.primitive.name in _BROADCASTS
 
 
 def _stacks_of(eqn: Equation, layers: Sequence[int | None]) -> list[int]:

@@ -364,17 +364,16 @@ _MOVES: dict[str, Callable[..., Any]] = {
 
 
 def _scan(eqn: Any, values: list[Array]) -> Sequence[Array]:
-    a, n = jaxprs.scan_counts(eqn)
-    consts, carry, xs = values[:a], values[a : a + n], values[a + n :]
-    order = range(eqn.params["length"])
+    loop = jaxprs.scan_parts(eqn)
+    consts, carry, xs = loop.operands(values)
     stacks: list[Array] = [
         np.zeros(v.aval.shape, np.uint64 if _is_hashed(v) else v.aval.dtype)
-        for v in eqn.outvars[n:]
+        for v in loop.results(eqn.outvars)[1]
     ]
-    for i in reversed(order) if eqn.params["reverse"] else order:
-        outs = run(eqn.params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)])
-        carry = outs[:n]
-        for stack, y in zip(stacks, outs[n:], strict=True):
+    for i in loop.order:
+        outs = run(loop.body, [*consts, *carry, *(x[i] for x in xs)])
+        carry, entries = loop.results(outs)
+        for stack, y in zip(stacks, entries, strict=True):
             stack[i] = y
     return [*carry, *stacks]
 

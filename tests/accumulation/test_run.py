@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jaxprs import equations
 
 import zerojax
-from zerojax.xla.jaxprs import scan_counts
+from zerojax.xla.jaxprs import scan_parts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS = 16
@@ -201,7 +201,7 @@ def test_the_dtype_of_sums(asked: str | None, summed: str) -> None:
         for _, eqn in equations(program.jaxpr)
         if eqn.primitive.name == "scan" and eqn.params["length"] == 4
     ]
-    sums = [v.aval for v in loop.outvars[: scan_counts(loop).carry]]
+    sums = [v.aval for v in loop.outvars[: scan_parts(loop).carry]]
     assert {str(x.dtype) for x in sums if x.ndim == 2} == {summed}
     assert {str(x.dtype) for x in sums if x.ndim == 0} == {"float32"}
 

@@ -63,4 +63,4 @@ def test_the_gradient_of_a_layer_stays_in_its_stack(dimensions: int, stacks: boo
     *_, loop = graph_of(jaxprs.open_jaxpr(closed)[0]).named("scan")
     specs = [(None,) * (v.aval.ndim - 1) + ("data",) if v.aval.shape == shape else None
              for v in loop.outvars]  # fmt: skip
-    assert bool(carried_sums.CarriedSums(loop, specs).stacks) is stacks
+    assert bool(carried_sums.CarriedSums(jaxprs.scan_parts(loop), specs).stacks) is stacks

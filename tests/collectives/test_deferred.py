@@ -91,7 +91,7 @@ def parts(run: Callable[..., Any], ws: np.ndarray) -> list[bool]:
     """For each loop, whether it carries each device's part of a gradient."""
     jaxpr = jax.make_jaxpr(run)(ws, X)
     loops = [eqn for _, eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
-    bodies = [(next(jaxprs.inner(loop)), jaxprs.scan_counts(loop).carry) for loop in loops]
+    bodies = [(next(jaxprs.inner(loop)), jaxprs.scan_parts(loop).carry) for loop in loops]
     return [
         any(v.aval.shape == (8, *ws.shape[1:]) for v in b.outvars[:carry]) for b, carry in bodies
     ]

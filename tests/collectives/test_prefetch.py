@@ -102,7 +102,7 @@ def test_what_is_gathered_is_carried_and_not_used() -> None:
         (body,) = jaxprs.inner(loop)
         (gather,) = gathers(body)
         assert gather.shape == (N, N)
-        carried = body.outvars[: jaxprs.scan_counts(loop).carry]
+        carried = body.outvars[: jaxprs.scan_parts(loop).carry]
         made = [eqn.outvars[0] for eqn in body.eqns if eqn.outvars[0] in carried]
         (whole,) = [v for v in made if v.aval.shape == (N, N)]
         used = [eqn.primitive.name for eqn in body.eqns if whole in jaxprs.variables(eqn.invars)]

@@ -70,5 +70,5 @@ def full_constants(closed: Any) -> int:
         v.aval.shape == SHAPE
         for eqn in equations(jaxprs.open_jaxpr(closed)[0])
         if eqn.primitive.name == "scan"
-        for v in eqn.invars[: jaxprs.scan_counts(eqn).consts]
+        for v in eqn.invars[: jaxprs.scan_parts(eqn).consts]
     )

@@ -179,7 +179,7 @@ def test_a_primitive_has_the_parameters_that_are_read(name: str) -> None:
 def test_no_other_parameter_is_read() -> None:
     """Each name in the package that asks for a parameter is one of the table above."""
     known = {name for _, names in PARAMETERS.values() for name in names.split()}
-    known |= {"num_consts", "num_carry", "ft_in"}  # either, see test_counts_of_a_scan
+    known |= {"num_consts", "num_carry", "ft_in"}  # either, see test_the_parts_of_a_scan
     known |= {"_prim"}  # see test_hijax.py
     asked = {
         node.args[1].value
@@ -213,12 +213,33 @@ def test_the_body_of_a_call(name: str) -> None:
     assert jaxprs.programs(eqn) == (jaxprs.CALLS[eqn.primitive],)
 
 
-def test_counts_of_a_scan() -> None:
+def test_the_parts_of_a_scan() -> None:
     eqn = traced(looped, "scan")
-    assert jaxprs.scan_counts(eqn) == (1, 1)
-    assert [v.aval.shape for v in eqn.invars] == [(4, 6), (6,), (4, 6)]
+    scan = jaxprs.scan_parts(eqn)
+    assert scan[1:] == (1, 1, 4, True, 1)
+    assert [[v.aval.shape for v in part] for part in scan.operands(eqn.invars)] == [
+        [(4, 6)], [(6,)], [(4, 6)]
+    ]  # fmt: skip
+    assert [[v.aval.shape for v in part] for part in scan.results(eqn.outvars)] == [
+        [(6,)], [(4, 6)]
+    ]  # fmt: skip
+    body, _ = jaxprs.open_jaxpr(scan.body)
+    assert [v.aval.shape for v in body.invars] == [(4, 6), (6,), (6,)]
+    assert scan.first_stack == 2
+    assert [*scan.order] == [3, 2, 1, 0]
+    assert [*scan._replace(reverse=False).order] == [0, 1, 2, 3]
     assert not jaxprs.bodies(eqn)
     assert len([*jaxprs.inner(eqn)]) == 1
+    assert jaxprs.scan_parts(traced(until, "while")) is None
+
+
+def test_a_scan_runs_another_body_as_it_runs_its_own() -> None:
+    scan = jaxprs.scan_parts(traced(looped, "scan"))
+
+    def body(carry: jax.Array, y: jax.Array) -> Any:
+        return carry + y * X[0, 0], carry
+
+    np.testing.assert_array_equal(scan.scan(body, X[0], X)[1], looped(X)[1])
 
 
 def test_the_backward_pass_is_known() -> None:

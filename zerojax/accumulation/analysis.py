@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -36,6 +36,7 @@ from zerojax.accumulation.lines import line, where
 from zerojax.accumulation.symbolic import Symbolic, growing, grows, is_symbolic
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
+from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations
 
 
@@ -173,48 +174,43 @@ class Analysis(EquationAnalysis):
         """Returns the kinds of a scan's results: the body is interpreted until the kinds of the
         carry no longer change. A scan that is longer on the global batch loops over the rows
         themselves."""
-        eqn = place[-1]
-        if is_symbolic(jaxprs.param(eqn, "length")):
-            return self._over_rows(kinds, place, backward)
-        a, n = jaxprs.scan_counts(eqn)
-        consts, xs = kinds[:a], kinds[a + n :]
-        carry = [k.but(home=None) for k in kinds[a : a + n]]
+        loop = jaxprs.scan_parts(place[-1])
+        if is_symbolic(loop.length):
+            return self._over_rows(loop, kinds, place, backward)
+        consts, start, xs = loop.operands(kinds)
         if any(x.rows and x.dim == 0 for x in xs):
-            return refused(eqn, MIXES)
+            return refused(place[-1], MIXES)
         sliced = [x.but(dim=x.dim - 1) if x.rows else x for x in xs]
-        body = jaxprs.param(eqn, "jaxpr")
-        for _ in range(len(carry) + 3):
-            outs = self._body(body, [*consts, *carry, *sliced], place, backward)
-            new = [join(old, o, where(eqn)) for old, o in zip(carry, outs[:n], strict=True)]
-            if [_shape_of(k) for k in new] == [_shape_of(k) for k in carry]:
-                break
-            carry = new
-        stacked = [y.but(dim=y.dim + 1) if y.rows else y for y in outs[n:]]
-        return [k.but(home=None) for k in (*new, *stacked)]
 
-    def _over_rows(self, kinds: Kinds, place: Place, backward: bool) -> Kinds:
+        def run(carry: Kinds) -> Kinds:
+            return self._body(loop.body, [*consts, *carry, *sliced], place, backward)
+
+        _, carry, entries = _through_iterations(run, start, place[-1])
+        stacked = [y.but(dim=y.dim + 1) if y.rows else y for y in entries]
+        return [k.but(home=None) for k in (*carry, *stacked)]
+
+    def _over_rows(self, loop: ScanParts, kinds: Kinds, place: Place, backward: bool) -> Kinds:
         """Returns the kinds of a loop over the rows themselves, such as ``lax.map``. Each row must
         be independent of the others, except in sums."""
         eqn = place[-1]
-        a, n = jaxprs.scan_counts(eqn)
-        xs = kinds[a + n :]
+        consts, start, xs = loop.operands(kinds)
         outers = {k.outer for k in xs if k.rows} - {None}
-        if any(k.rows for k in kinds[: a + n]) or any(k.index for k in xs) or len(outers) > 1:
+        if any(k.rows for k in (*consts, *start)) or any(k.index for k in xs) or len(outers) > 1:
             return refused(eqn, MIXES)
-        carry = [RowKind("sum", learned=k.learned) if k.zero else k for k in kinds[a : a + n]]
+        carry = [RowKind("sum", learned=k.learned) if k.zero else k for k in start]
         row_kinds = [RowKind("row", learned=k.learned) if k.rows else k for k in xs]
-        inner = jaxprs.param(eqn, "jaxpr")
-        outs = self._body(inner, [*kinds[:a], *carry, *row_kinds], place, backward)
-        body = jaxprs.open_jaxpr(inner)[0]
-        kept = [out is given for out, given in zip(body.outvars, body.invars[a:], strict=False)]
+        outs = self._body(loop.body, [*consts, *carry, *row_kinds], place, backward)
+        body = jaxprs.open_jaxpr(loop.body)[0]
+        _, given, _ = loop.operands(body.invars)
+        sums, stacked = loop.results(outs)
         results: Kinds = []
-        for i, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
-            if not kept[i] and (old.name, new.name) != ("sum", "sum"):
+        for i, (old, new) in enumerate(zip(carry, sums, strict=True)):
+            if body.outvars[i] is not given[i] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, LOOPS)
             key = eqn.outvars[i]
             self.reductions[key] = Reduction(place, backward, in_loop=True)
             results.append(new.but(home=None, node=Node(key) if new.reduced else None))
-        for v, kind in zip(eqn.outvars[n:], outs[n:], strict=True):
+        for v, kind in zip(loop.results(eqn.outvars)[1], stacked, strict=True):
             plain = growing(v) == [0] and kind.name in ("row", "fixed")
             rows = RowKind("rows", dim=0, outer=next(iter(outers), 1), learned=kind.learned)
             results.append(rows if plain else mixed(LOOPS, where(eqn)))
@@ -227,13 +223,11 @@ class Analysis(EquationAnalysis):
         loop = jaxprs.while_parts(eqn)
         a = loop.cond_consts
         b = a + loop.body_consts
-        carry = [k.but(home=None) for k in kinds[b:]]
-        for _ in range(len(carry) + 3):
-            outs = self._body(loop.body, [*kinds[a:b], *carry], place, backward)
-            new = [join(old, o, where(eqn)) for old, o in zip(carry, outs, strict=True)]
-            if [_shape_of(k) for k in new] == [_shape_of(k) for k in carry]:
-                break
-            carry = new
+
+        def run(carry: Kinds) -> Kinds:
+            return self._body(loop.body, [*kinds[a:b], *carry], place, backward)
+
+        carry, new, _ = _through_iterations(run, kinds[b:], eqn)
         (going,) = self._body(loop.cond, [*kinds[:a], *carry], place, backward)
         if going.name not in ("fixed", "own"):
             return [mixed(LASTS, where(eqn))] * len(new)
@@ -251,6 +245,29 @@ class Analysis(EquationAnalysis):
         for other in others:
             outs = [join(a, b, where(eqn)) for a, b in zip(outs, other, strict=True)]
         return [mixed(MIXES, where(eqn)) if k.name == "global" else k.but(home=None) for k in outs]
+
+
+def _through_iterations(
+    run: Callable[[Kinds], Kinds], start: Sequence[RowKind], loop: Equation
+) -> tuple[Kinds, Kinds, Kinds]:
+    """Interprets a loop's body until the kinds of the carry no longer change.
+
+    Args:
+      run: Function from the kinds of the carry to those of an iteration's results.
+      start: The kinds of the carry before the loop.
+      loop: The loop.
+
+    Returns:
+      The kinds of the carry before and after the last iteration, and those of its other results.
+    """
+    carry = [k.but(home=None) for k in start]
+    for _ in range(len(carry) + 3):
+        outs = run(carry)
+        new = [join(old, o, where(loop)) for old, o in zip(carry, outs, strict=False)]
+        if [_shape_of(k) for k in new] == [_shape_of(k) for k in carry]:
+            break
+        carry = new
+    return carry, new, outs[len(carry) :]
 
 
 def _of_literal(literal: Atom) -> RowKind:

@@ -170,9 +170,6 @@ class _Opener:
             )
         return None
 
-    def _is_learned(self, atom: Atom) -> bool:
-        return not isinstance(atom, core.Literal) and atom in self._learned
-
     def _without_numbers(
         self,
         eqn: Equation,
@@ -183,7 +180,8 @@ class _Opener:
         """Moves reductions that do not depend on learned arguments out of a checkpoint; returns
         the checkpoint that takes them as further operands, and its operands."""
         inner = jaxprs.param(eqn, "jaxpr")
-        depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
+        are_learned = [not self._learned.isdisjoint(jaxprs.variables([v])) for v in values]
+        depends = EQUATION_DEPENDS.forward(inner, are_learned).of
         learned = {v for v, is_learned in depends.items() if is_learned}
 
         def count(each: Equation, are_counted: Sequence[bool]) -> list[bool]:
@@ -236,16 +234,13 @@ def _equal_or_counting(value: Any, use: Equation) -> core.ClosedJaxpr | None:
 def _through_loop(eqn: Equation, values: Sequence[Atom], outs: Sequence[Atom]) -> list[Atom]:
     """Returns the results of an equation; of a ``scan`` that returns operands unchanged, as flax's
     returns the parameters of layers, those operands."""
-    if eqn.primitive is not prims.scan_p:
+    if (scan := jaxprs.scan_parts(eqn)) is None:
         return [*outs]
-    consts, carry = jaxprs.scan_counts(eqn)
-    sources = unchanged(jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0])
-    return [
-        out
-        if source is None or (source != consts + i if i < carry else source < consts + carry)
-        else values[source]
-        for i, (out, source) in enumerate(zip(outs, sources, strict=True))
-    ]
+    carried, stacked = scan.results(unchanged(jaxprs.open_jaxpr(scan.body)[0]))
+    own = [at == scan.consts + i for i, at in enumerate(carried)]
+    own += [at is not None and at >= scan.first_stack for at in stacked]
+    sources = zip(outs, [*carried, *stacked], own, strict=True)
+    return [values[at] if is_own else out for out, at, is_own in sources]
 
 
 def _reduces(eqn: Equation) -> bool:

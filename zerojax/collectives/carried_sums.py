@@ -13,7 +13,6 @@ and reduced within the loop, also if the loop over layers is inside a loop over 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -31,22 +30,12 @@ from zerojax.graph.regions import regions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr
+from zerojax.xla.jaxprs import ScanParts
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 _MOVES = COPIES | REARRANGES | {"neg"}
 SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
 """Primitives of one operand that keep or round its elements."""
-
-
-@dataclass(frozen=True, eq=False)
-class LoopBody:
-    """The body of a loop as a jaxpr, with other equations or results."""
-
-    constvars: Sequence[Atom]
-    invars: Sequence[Atom]
-    eqns: Sequence[Equation]
-    outvars: Sequence[Atom]
-    consts: Sequence[jax.Array]
 
 
 class Term(NamedTuple):
@@ -89,7 +78,7 @@ class CarriedSums:
     layer of the stack an iteration.
 
     Args:
-      eqn: the scan.
+      loop: the scan.
       want: for each carried value, the target spec of its sum; None if it is not a gradient.
       most: the most elements of all sums together; the loop adds up none if they exceed it.
 
@@ -103,16 +92,15 @@ class CarriedSums:
     want: dict[int, Spec]
     roots: list[Atom]
 
-    def __init__(self, eqn: Equation, want: Sequence[Spec | None], most: int = MOST) -> None:
+    def __init__(self, loop: ScanParts, want: Sequence[Spec | None], most: int = MOST) -> None:
         self.terms: dict[int, list[Term]] = {}
         self.stacks: set[int] = set()
         self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
-        self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
+        self._body, (self._jaxpr, _) = loop.body, jaxprs.open_jaxpr(loop.body)
         self._graph = graph_of(self._jaxpr)
-        a, n = jaxprs.scan_counts(eqn)
         self._adds: list[Equation] = []
-        for i, out in enumerate(self._jaxpr.outvars[:n]):
-            start = self._jaxpr.invars[a + i]
+        _, starts, _ = loop.operands(self._jaxpr.invars)
+        for i, (out, start) in enumerate(zip(self._jaxpr.outvars, starts, strict=False)):
             added = self._added(out, start) if i in self.want else None
             if added is not None and any(_is_layer(self._jaxpr, v) for v in added[0]):
                 self.stacks.add(i)
@@ -147,13 +135,13 @@ class CarriedSums:
             v = eqn.invars[0]
         return Term(v, tuple(reversed(links)))
 
-    def body(self) -> LoopBody:
+    def body(self) -> AnyJaxpr:
         """Returns the loop's body without the sums, and with the roots after its other results. It
         does not read the carried values of the sums."""
-        jaxpr = self._jaxpr
-        results = [v for i, v in enumerate(jaxpr.outvars) if i not in self.terms]
-        eqns = self._graph.without(self._adds)
-        return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*results, *self.roots], self._consts)
+        results = [v for i, v in enumerate(self._jaxpr.outvars) if i not in self.terms]
+        eqns, outs = self._graph.without(self._adds), [*results, *self.roots]
+        body: AnyJaxpr = jaxprs.with_body(self._body, self._jaxpr.replace(eqns=eqns, outvars=outs))
+        return body
 
     def spec(self, root: Atom, mesh: Mesh, axis: str) -> Spec | None:
         """Returns the spec of the sum of a root: the spec that its terms imply. If their specs

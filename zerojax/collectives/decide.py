@@ -24,7 +24,7 @@ from zerojax.collectives import (
     target_specs,
 )
 from zerojax.collectives.carried_sums import SAME_ELEMENTS, CarriedSums
-from zerojax.collectives.gathering import MOST, Gatherer, Scope, is_sharded
+from zerojax.collectives.gathering import MOST, Gatherer, Scope, is_on_devices, is_sharded
 from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
@@ -112,8 +112,6 @@ class LoopDecisions:
     Attributes:
       sums: The carried values that are added up on each device and reduced after the loop.
       carried: Positions of the other carried values.
-      updated: By position of a carried value, the spec of its shard, for state that an iteration
-        changes: the loop carries shards, and each iteration gathers the state that it needs.
       constants: Positions of the constants that are gathered before the loop.
       gathered: Positions of the stacks that are gathered before the loop: a stack that is sharded
         along its layers cannot be gathered layer by layer.
@@ -131,7 +129,6 @@ class LoopDecisions:
 
     sums: CarriedSums
     carried: Sequence[int]
-    updated: Mapping[int, Spec]
     constants: set[int]
     gathered: set[int]
     prefetched: Mapping[int, jnp.dtype]
@@ -140,12 +137,6 @@ class LoopDecisions:
     layer: int
     of_layer: bool
     want: Sequence[Spec | None]
-
-    @property
-    def peels(self) -> bool:
-        """True if the first and the last iteration run outside the loop, see
-        :mod:`zerojax.collectives.scans`."""
-        return bool(self.prefetched or self.deferred)
 
 
 def decide_loop(
@@ -166,35 +157,35 @@ def decide_loop(
       want: For each result the spec of an entry's shard if it is a gradient; None for others.
       gatherer: Gathers parameters and reduces gradients.
       scope: The scope that contains the loop.
-      updated: See :func:`find_updated`.
+      updated: By position of a carried value, the spec of its shard, for state that an iteration
+        changes (:func:`find_updated`): the loop carries shards, and each iteration gathers the
+        state that it needs.
       prefetches: Whether the loop gathers parameters one iteration ahead.
     """
-    a, n = jaxprs.scan_counts(eqn)
-    consts, xs = values[:a], values[a + n :]
-    sums = CarriedSums(eqn, want[:n], gatherer.thresholds.held)
-    carried = [i for i in range(n) if i not in sums.terms]
+    loop = jaxprs.scan_parts(eqn)
+    (consts, _, xs), (carried_want, stacks_want) = loop.operands(values), loop.results(want)
+    sums = CarriedSums(loop, carried_want, gatherer.thresholds.held)
+    carried = [i for i in range(loop.carry) if i not in sums.terms]
     # A loop that carries other gradients runs over micro-batches, and each iteration gathers.
     remaining = [i for i in carried if i not in sums.stacks and i not in updated]
     gradient_specs = [spec for i in remaining if (spec := want[i]) is not None]
     over_micro_batches = any(is_sharded(spec, gatherer.axis) for spec in gradient_specs)
-    jaxpr = jaxprs.param(eqn, "jaxpr")
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
     read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
-    has_stacks = any(want[n:]) or bool(sums.stacks)
-    prefetched = prefetch.decide(eqn, read, gatherer, scope.row_dims, gathers=prefetches)
-    later = deferred.decide(eqn, want[n:], gatherer, scope.row_dims) if scope.defers else {}
-    stacks = [v.aval for v in eqn.outvars[n:]]
+    has_stacks = any(stacks_want) or bool(sums.stacks)
+    prefetched = prefetch.decide(loop, read, gatherer, scope.row_dims, gathers=prefetches)
+    later = deferred.decide(loop, stacks_want, gatherer, scope.row_dims) if scope.defers else {}
+    (*_, stacks), (_, results) = loop.operands(eqn.invars), loop.results(eqn.outvars)
     stacked_bytes = (
-        sum(eqn.invars[a + n + i].aval.size * d.itemsize for i, d in prefetched.items()),
-        sum(stacks[i].size * stacks[i].dtype.itemsize for i in later),
+        sum(stacks[i].aval.size * d.itemsize for i, d in prefetched.items()),
+        sum(results[i].aval.size * results[i].aval.dtype.itemsize for i in later),
     )
     return LoopDecisions(
         sums=sums,
         carried=carried,
-        updated=updated,
         constants=set()
         if over_micro_batches
-        else find_constants(jaxpr, consts, gatherer.mesh, gatherer.thresholds.held),
+        else find_constants(loop.body, consts, gatherer.mesh, gatherer.thresholds.held),
         gathered=gathered,
         prefetched=prefetched,
         filled={
@@ -203,9 +194,10 @@ def decide_loop(
             if i not in gathered and isinstance(x, Shard) and x.gathering.by_loop
         },
         deferred=later,
-        layer=max(stacked_bytes) // jaxprs.param(eqn, "length"),
-        of_layer=has_stacks and not any(want[i] for i in range(n) if i not in sums.stacks),
-        want=[*(updated.get(i, want[i]) for i in carried), *want[n:], *(None for _ in sums.roots)],
+        layer=max(stacked_bytes) // loop.length,
+        of_layer=has_stacks
+        and not any(spec for i, spec in enumerate(carried_want) if i not in sums.stacks),
+        want=[*(updated.get(i, want[i]) for i in carried), *stacks_want, *[None] * len(sums.roots)],
     )
 
 
@@ -229,9 +221,7 @@ def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) ->
     for i, (result, argument) in enumerate(body.carries):
         x = values[body.operands[argument]]
         if (
-            isinstance(x, Shard)
-            and is_sharded(x.spec, axis)
-            and not x.gathering.host
+            is_on_devices(x, axis)
             and not is_small(x.value.shape, x.spec, axis, small)
             and body.jaxpr.outvars[result] is not body.jaxpr.invars[argument]
         ):

@@ -25,6 +25,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
 Pending = tuple[jax.Array | None, jax.Array]
@@ -43,8 +44,7 @@ class DeferredReductions:
       gatherer: Reduces gradients.
     """
 
-    _length: int
-    _reverse: bool
+    _stacks: Sequence[Atom]
 
     def __init__(
         self,
@@ -53,10 +53,9 @@ class DeferredReductions:
         behind: Mapping[int, RowSum],
         gatherer: Gatherer,
     ) -> None:
-        self._gatherer, self._length = gatherer, jaxprs.param(eqn, "length")
-        self._reverse = jaxprs.param(eqn, "reverse")
-        self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
-        self._want, self._behind = want, behind
+        self._loop: ScanParts = jaxprs.scan_parts(eqn)
+        _, self._stacks = self._loop.results(eqn.outvars)
+        self._want, self._behind, self._gatherer = want, behind, gatherer
 
     @property
     def row_sums(self) -> dict[Atom, RowSum]:
@@ -66,8 +65,8 @@ class DeferredReductions:
     def order(self) -> tuple[jax.Array, jax.Array] | None:
         """Returns two int [length] arrays: for each iteration the index of the previous one (for
         the first out of bounds), and its own index. None if no reduction is deferred."""
-        indices, step = jnp.arange(self._length), 1 if self._reverse else -1
-        return (indices + step, indices) if self._behind else None
+        indices = jnp.arange(self._loop.length)
+        return (indices + -self._loop.order.step, indices) if self._behind else None
 
     def first(self) -> list[Pending]:
         """Returns the state that the first iteration receives: no partial sums, and stacks of
@@ -127,8 +126,7 @@ class DeferredReductions:
 
     def finished(self, given: Sequence[Pending]) -> dict[int, jax.Array]:
         """Reduces the last iteration's partial sums; returns the complete stacks by position."""
-        last = 0 if self._reverse else self._length - 1
-        reduced = self.reduced(given)
+        last, reduced = self._loop.order[-1], self.reduced(given)
         return {
             i: stack if x is None else _put(stack, x.value, last)
             for i, (_, stack), x in zip(self._behind, given, reduced, strict=True)
@@ -136,27 +134,26 @@ class DeferredReductions:
 
 
 def decide(
-    eqn: Equation, want: Sequence[Spec | None], gatherer: Gatherer, rows: RowDimensions
+    loop: ScanParts, want: Sequence[Spec | None], gatherer: Gatherer, rows: RowDimensions
 ) -> dict[int, RowSum]:
     """Returns, by position of a stack, the sum of each gradient that a scan reduces one iteration
     later.
 
     Args:
-      eqn: The scan.
+      loop: The scan.
       want: See :class:`DeferredReductions`.
       gatherer: Reduces gradients.
       rows: The dimensions along which rows of the batch lie.
     """
-    if not gatherer.sums_own_rows or jaxprs.param(eqn, "length") < LEAST:
+    if not gatherer.sums_own_rows or loop.length < LEAST:
         return {}
-    body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-    results = body.outvars[len(body.outvars) - len(want) :]
-    sums = {
-        i: _row_sum(body, v, spec, gatherer, rows)
+    body, _ = jaxprs.open_jaxpr(loop.body)
+    _, results = loop.results(body.outvars)
+    return {
+        i: row_sum
         for i, (v, spec) in enumerate(zip(results, want, strict=True))
-        if spec is not None
+        if (row_sum := _row_sum(body, v, spec, gatherer, rows)) is not None
     }
-    return {i: row_sum for i, row_sum in sums.items() if row_sum is not None}
 
 
 def _put(stack: jax.Array, entry: jax.typing.ArrayLike, at: jax.Array | int) -> jax.Array:

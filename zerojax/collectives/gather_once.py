@@ -139,7 +139,7 @@ def _fills(x: Shard, loops: Sequence[Reader | None], uses: Uses) -> bool:
     direct = [loop for loop in loops if loop is not None and not loop.cast]
     if len(direct) < max(2, len(loops)):
         return False
-    dtype = gathered_dtype(direct[0].eqn, direct[0].at, x, uses)
+    dtype = gathered_dtype(direct[0].loop, direct[0].at, x, uses)
     return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
 
 

@@ -306,14 +306,10 @@ class Gatherer:
         if id(shard) in scope.gathered:
             return scope.gathered[id(shard)][1]
         if gathering.host:
-            unsharded = self.all_gather(
-                fetch_to_device(shard.value), shard.spec, quantized=gathering.quantized
-            )
-            if scope.share:
-                scope.gathered[id(shard)] = shard, unsharded
-            return unsharded
-        value = shard.value if scope.window is None else scope.window.after(shard)
-        if not scope.share:
+            value = fetch_to_device(shard.value)
+        else:
+            value = shard.value if scope.window is None else scope.window.after(shard)
+        if not gathering.host and not scope.share:
             if id(shard) in scope.seen and scope.token is not None:
                 value, _ = lax.optimization_barrier((value, scope.token))
             scope.seen[id(shard)] = shard
@@ -411,6 +407,11 @@ class Gatherer:
 def is_sharded(spec: Spec, axis: str) -> bool:
     """Returns whether a spec names the shard axis."""
     return layout.without(spec, axis) != spec
+
+
+def is_on_devices(value: object, axis: str) -> TypeGuard[Shard]:
+    """Returns whether ``value`` is sharded over the shard axis, and not in host memory."""
+    return isinstance(value, Shard) and is_sharded(value.spec, axis) and not value.gathering.host
 
 
 def is_gathered(value: object) -> TypeGuard[Shard]:

@@ -42,12 +42,19 @@ from zerojax.collectives import (
     target_specs,
 )
 from zerojax.collectives.decide import ProgramDecisions
-from zerojax.collectives.gathering import Replacements, Scope, Thresholds, is_sharded, plain
+from zerojax.collectives.gathering import (
+    Replacements,
+    Scope,
+    Thresholds,
+    is_on_devices,
+    is_sharded,
+    plain,
+)
 from zerojax.collectives.host import Host, on_host
 from zerojax.collectives.narrow import arrived, copy_of_result, like, narrow_of, travelling
 from zerojax.collectives.order import Window
 from zerojax.collectives.partial_sums import PartialSum
-from zerojax.collectives.scans import Scans
+from zerojax.collectives.scans import Loop, Scans
 from zerojax.collectives.shard import Gathering, HostStack, Narrow, ReducedGradient, Shard
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
@@ -79,11 +86,8 @@ class Inserter(Scans):
       thresholds: the sizes on which decisions depend.
     """
 
-    share: bool
-    overlap: bool
     devices: int
     smallest: int | None
-    left: bool
 
     def __init__(
         self,
@@ -155,12 +159,10 @@ class Inserter(Scans):
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        for eqn in jaxpr.eqns:
-            values = [jaxprs.read(v, env) for v in eqn.invars]
+        def run(eqn: Equation, values: list[Any]) -> Sequence[Any]:
             if any(isinstance(v, PartialSum) for v in values):
                 if partial_sums.links(eqn):
-                    env[eqn.outvars[0]] = values[0].then(eqn)
-                    continue
+                    return [values[0].then(eqn)]
                 values = [
                     partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
                 ]
@@ -173,13 +175,12 @@ class Inserter(Scans):
                     or own_rows.has_rows_for_groups(eqn, scope.row_dims, self.devices)
                     or (self.smallest is not None and residuals.holds_block(eqn))
                 ):
-                    outs = self._equation(eqn, values, scope, decided)
-                else:
-                    outs = jaxprs.bind(eqn, values)
-                    at = own_rows.rows_at(eqn, scope.row_dims) if scope.of_step else None
-                    outs = outs if at is None else [self.by_rows(outs[0], at)]
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [jaxprs.read(v, env) for v in jaxpr.outvars]
+                    return self._equation(eqn, values, scope, decided)
+                outs = jaxprs.bind(eqn, values)
+                at = own_rows.rows_at(eqn, scope.row_dims) if scope.of_step else None
+                return outs if at is None else [self.by_rows(outs[0], at)]
+
+        return jaxprs.interpret(jaxpr, env, run)
 
     def _equation(
         self, eqn: Equation, values: list[Any], scope: Scope, decided: ProgramDecisions
@@ -188,14 +189,14 @@ class Inserter(Scans):
         enters calls and loops, fetches operands from host memory, and reduces the results that are
         gradients."""
         wants = decided.wants
+        specs = [wants.get(v) for v in eqn.outvars]
         if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
             return [scope.replace[mark](*values)]
         if eqn.primitive in jaxprs.CALLS:
-            return self._call(eqn, values, scope, [wants.get(v) for v in eqn.outvars])
-        if eqn.primitive is prims.scan_p:
-            return self.scan(
-                eqn, values, scope, target_specs.of_scan_body(eqn, wants), decided.leaving
-            )
+            return self._call(eqn, values, scope, specs)
+        if (loop := jaxprs.scan_parts(eqn)) is not None:
+            want = target_specs.of_scan_body(loop, specs)
+            return Loop(self, eqn, values, scope, want, decided.leaving).results()
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
         if marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.SHARD):
@@ -214,7 +215,6 @@ class Inserter(Scans):
             return jaxprs.bind(eqn, values)
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
-        specs = [wants.get(v) for v in eqn.outvars]
         if eqn.outvars and (product := decided.in_place.get(eqn.outvars[0])) is not None:
             outs = [product.run(values, decisions.PRODUCED, self, scope)]
         else:
@@ -333,7 +333,7 @@ class Inserter(Scans):
         positions = [i for i, v in enumerate(values) if not on_host(v)]
         inputs = [travelling(values[i]) for i in positions]
         held = lax.optimization_barrier([plain(v) for v in inputs])
-        early = [i for i, v in enumerate(inputs) if self.overlap and self._is_gathered(v)]
+        early = [i for i, v in enumerate(inputs) if self.overlap and is_on_devices(v, self.axis)]
         others = [x for i, x in enumerate(held) if i not in early]
         earlier = scope.token if scope.cotangent is None else scope.cotangent
         scope.cotangent = others[-1] if others else None
@@ -346,10 +346,6 @@ class Inserter(Scans):
         operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
-
-    def _is_gathered(self, v: object) -> bool:
-        """Returns whether ``v`` is a parameter on the devices that its uses gather."""
-        return isinstance(v, Shard) and not v.gathering.host and is_sharded(v.spec, self.axis)
 
     def _gathered(self, values: Sequence[object], scope: Scope) -> list[object]:
         """Gathers the operands of a choice or a loop before it, for the uses within. They stay
@@ -369,9 +365,18 @@ class Inserter(Scans):
         # A branch that trains gathers within: that branch may need all of the memory.
         gathers_before = self.keep and not decide.trains(eqn)
         index, *operands = self._gathered(values, scope) if gathers_before else values
+        # By result, the specs of the shards that branches return for it, once they are traced.
         specs: list[set[Spec]] = [set() for _ in eqn.outvars]
         within = self._within(eqn, scope)
-        branches = [self._closed(b, operands, within, specs) for b in jaxprs.param(eqn, "branches")]
+
+        def run(jaxpr: AnyJaxpr) -> list[jax.Array]:
+            outs = self.run(jaxpr, operands, within())
+            for o, noted in zip(outs, specs, strict=True):
+                if isinstance(o, Shard) and not o.gathering.host:
+                    noted.add(o.spec)
+            return [plain(o) for o in outs]
+
+        branches = [functools.partial(run, each) for each in jaxprs.param(eqn, "branches")]
         chosen = zip(lax.switch(index, branches), specs, strict=True)
         return [
             Shard(self.constrain(o, spec := noted.pop()), spec) if len(noted) == 1 else o
@@ -383,25 +388,6 @@ class Inserter(Scans):
         contains a complete backward pass is a step of its own."""
         trains = decide.trains(eqn)
         return functools.partial(scope.inner, of_step=trains, share=self.share or not trains)
-
-    def _closed(
-        self,
-        jaxpr: AnyJaxpr,
-        captured: Sequence[object],
-        within: Callable[[], Scope],
-        specs: Sequence[set[Spec]] = (),
-    ) -> Callable[..., list[jax.Array]]:
-        """Returns ``jaxpr`` as a function of its last arguments, with its first ones ``captured``.
-        The function adds to ``specs`` the spec of each result that is a shard."""
-
-        def body(*args: object) -> list[jax.Array]:
-            outs = self.run(jaxpr, (*captured, *args), within())
-            for o, noted in zip(outs, specs, strict=False):
-                if isinstance(o, Shard) and not o.gathering.host:
-                    noted.add(o.spec)
-            return [plain(o) for o in outs]
-
-        return body
 
     def _while(self, eqn: Equation, values: Sequence[Any], scope: Scope) -> Sequence[object]:
         """Runs a ``while`` loop, which carries the state that it updates as shards; constants that

@@ -12,20 +12,21 @@ ahead from host memory the last iteration fetches its own entries again; the res
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives import decisions, order, residuals
-from zerojax.collectives.gathering import Gatherer, is_sharded
+from zerojax.collectives.gathering import Gatherer, is_on_devices
 from zerojax.collectives.host import entry, on_host
 from zerojax.collectives.shard import HostStack, Shard
 from zerojax.collectives.uses import Uses
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.xla import jaxprs
+from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import Equation
 
 LEAST = 4
@@ -45,23 +46,19 @@ class PrefetchedStacks:
       gatherer: Gathers parameters.
     """
 
-    _length: int
-    _reverse: bool
-
     def __init__(
         self, eqn: Equation, xs: Sequence[Any], dtypes: Mapping[int, jnp.dtype], gatherer: Gatherer
     ) -> None:
         self._xs, self._dtypes, self._gatherer = xs, dtypes, gatherer
-        self._length, self._reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-        self._holds = residuals.holds_block(eqn)
+        self._loop, self._holds = jaxprs.scan_parts(eqn), residuals.holds_block(eqn)
 
     def order(self) -> jax.Array | None:
         """Returns an int [length] array: for each iteration the index of the next one; for the last
         its own. None if nothing is read ahead."""
         if not any(map(on_host, self._xs)) and not self._dtypes:
             return None
-        step = -1 if self._reverse else 1
-        return jnp.clip(jnp.arange(self._length) + step, 0, self._length - 1)
+        length, step = self._loop.length, self._loop.order.step
+        return jnp.clip(jnp.arange(length) + step, 0, length - 1)
 
     def read(self, index: jax.Array | int) -> list[jax.Array]:
         """Fetches or gathers the entries at ``index`` of the stacks that are read ahead."""
@@ -83,7 +80,7 @@ class PrefetchedStacks:
     def first(self) -> list[jax.Array]:
         """Reads the entries that the first iteration needs."""
         with self._gatherer.ledger.place(decisions.BEFORE_LOOP, "the first iteration's layer"):
-            return self.read(self._length - 1 if self._reverse else 0)
+            return self.read(self._loop.order[0])
 
     def rest(self) -> list[object]:
         """Returns the stacks that the loop itself slices: those on the devices."""
@@ -127,7 +124,7 @@ class PrefetchedStacks:
 
 
 def decide(
-    eqn: Equation,
+    loop: ScanParts,
     xs: Sequence[object],
     gatherer: Gatherer,
     rows: RowDimensions,
@@ -138,7 +135,7 @@ def decide(
     ahead.
 
     Args:
-      eqn: The scan.
+      loop: The scan.
       xs: The stacks that it reads, see :class:`PrefetchedStacks`.
       gatherer: Gathers parameters.
       rows: The dimensions along which rows of the batch lie.
@@ -147,26 +144,20 @@ def decide(
     """
     uses = Uses(gatherer, rows, surely=True)
     dtypes = {
-        i: gathered_dtype(eqn, i, x, uses)
+        i: gathered_dtype(loop, i, x, uses)
         for i, x in enumerate(xs)
-        if _is_shard(x, gatherer.axis) and (gathers or x.gathering.by_loop)
+        if is_on_devices(x, gatherer.axis) and not x.is_rounded and (gathers or x.gathering.by_loop)
     }
     return {i: dtype for i, dtype in dtypes.items() if dtype is not None}
 
 
-def _is_shard(x: Any, axis: str) -> TypeGuard[Shard]:
-    """Returns whether a value is a sharded parameter on the devices, without a rounded copy."""
-    sharded = isinstance(x, Shard) and is_sharded(x.spec, axis)
-    return sharded and not x.gathering.host and not x.is_rounded
-
-
-def gathered_dtype(eqn: Equation, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:
+def gathered_dtype(loop: ScanParts, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:
     """Returns the dtype in which a scan gathers ahead the layers of ``x``, stack ``i`` of those it
     reads; None if it does not. ``uses`` has ``surely`` set."""
-    if jaxprs.param(eqn, "length") < LEAST:
+    if loop.length < LEAST:
         return None
-    body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-    needed = uses.dtypes(body, body.invars[sum(jaxprs.scan_counts(eqn)) + i], x.spec[1:])
+    body, _ = jaxprs.open_jaxpr(loop.body)
+    needed = uses.dtypes(body, loop.operands(body.invars)[2][i], x.spec[1:])
     # The narrowest of several; the dtype of the stack if the body widens it before use.
     return min(*needed, x.value.dtype, key=_bytes) if needed else None
 

@@ -38,7 +38,7 @@ def find(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
     return {
         v
         for loop in graph_of(jaxpr).named("scan")
-        for v in loop.outvars[jaxprs.scan_counts(loop).carry :]
+        for v in jaxprs.scan_parts(loop).results(loop.outvars)[1]
         if jnp.issubdtype(v.aval.dtype, jnp.floating)
         and v.aval.size >= smallest * jaxprs.param(loop, "length")
         and (uses := _uses(jaxpr, v, direct=False))

@@ -33,6 +33,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
+from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, PyTree
 
 
@@ -40,19 +41,17 @@ def peeled_scan(
     body: Callable[..., tuple[PyTree, PyTree]],
     init: PyTree,
     xs: PyTree,
+    loop: ScanParts,
     *,
-    length: int,
-    reverse: bool,
-    unroll: int,
     peel: bool,
 ) -> tuple[PyTree, PyTree]:
-    """Runs ``lax.scan`` on stacks some of which are a :class:`MovedStack`.
+    """Runs a scan on other values, with stacks some of which are a :class:`MovedStack`.
 
     Args:
       body: ``body(carry, entries)`` returns the next carry and the entries of the results.
       init: The first carry.
       xs: The stacks.
-      length, reverse, unroll: See ``lax.scan``.
+      loop: The scan.
       peel: Whether the first and the last of at least two iterations run outside the loop, the last
         as ``body(carry, entries, last=True)``. The first and the last carry may then have another
         structure than those between iterations.
@@ -61,7 +60,7 @@ def peeled_scan(
     moved = {i: x for i, x in enumerate(leaves) if isinstance(x, MovedStack)}
     others = [x for i, x in enumerate(leaves) if i not in moved]
     if not moved and not peel:
-        return lax.scan(body, init, xs, length=length, reverse=reverse, unroll=unroll)
+        return loop.scan(body, init, xs)
 
     def entries(index: jax.Array | int, others: Sequence[jax.Array]) -> PyTree:
         unmoved = iter(others)
@@ -71,28 +70,23 @@ def peeled_scan(
         return jax.tree.unflatten(tree, layers)
 
     if not peel:
-        return lax.scan(
-            lambda carry, at: body(carry, entries(*at)),
-            init,
-            (jnp.arange(length), others),
-            reverse=reverse,
-            unroll=unroll,
-        )
+        indexed = jnp.arange(loop.length), others
+        return loop.scan(lambda carry, at: body(carry, entries(*at)), init, indexed)
 
     def run(state: PyTree, index: jax.Array | int, **end: bool) -> tuple[PyTree, PyTree]:
         carry, stacks = state
         sliced = [lax.dynamic_index_in_dim(x, index, keepdims=False) for x in others]
         carry, ys = body(carry, entries(index, sliced), **end)
         if stacks is None:
-            stacks = jax.tree.map(partial(_zeros, length), ys)
+            stacks = jax.tree.map(partial(_zeros, loop.length), ys)
         put = partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
         return carry, jax.tree.map(put, stacks, ys)
 
-    first, *between, last = reversed(range(length)) if reverse else range(length)
+    first, *between, last = loop.order
     state = run((init, None), first)
     if between:
         indices = jnp.asarray(between)
-        state, _ = lax.scan(lambda s, i: (run(s, i), None), state, indices, unroll=unroll)
+        state, _ = lax.scan(lambda s, i: (run(s, i), None), state, indices, unroll=loop.unroll)
     return run(state, last, last=True)
 
 
@@ -105,7 +99,7 @@ def _zeros(length: int, entry: jax.Array) -> jax.Array:
 
 
 class Scans(Gatherer):
-    """Runs scans on sharded values.
+    """Runs the programs of loops on sharded values.
 
     Attributes:
       overlap: Whether loops gather one iteration ahead, and reduce one iteration later.
@@ -129,27 +123,6 @@ class Scans(Gatherer):
     ) -> list[Any]:
         """Returns a jaxpr's results on sharded values."""
         raise NotImplementedError
-
-    def scan(
-        self,
-        eqn: Equation,
-        values: Sequence[Any],
-        scope: Scope,
-        want: Sequence[Spec | None],
-        leaving: set[Atom],
-    ) -> Sequence[object]:
-        """Returns a scan's results.
-
-        Args:
-          eqn: The scan.
-          values: Its operands.
-          scope: The scope that contains the scan.
-          want: For each result that is a gradient the spec of its shard, for a stack that of one
-            entry's shard; None for others.
-          leaving: The variables of the stacks that wait in host memory for the backward pass.
-        """
-        loop = _Loop(self, eqn, values, scope, want, leaving)
-        return loop.results(*loop.iterations())
 
     def held(
         self,
@@ -218,8 +191,22 @@ _Stacked = tuple[list[PyTree], list[jax.Array]]
 """The stacks of a loop's results, and of the layers that it has gathered for later loops."""
 
 
-class _Loop:
-    """One scan on sharded values; the arguments are those of :meth:`Scans.scan`."""
+class Loop:
+    """One scan on sharded values.
+
+    Args:
+      scans: Runs its iterations.
+      eqn: The scan.
+      values: Its operands.
+      scope: The scope that contains the scan.
+      want: For each result that is a gradient the spec of its shard, for a stack that of one
+        entry's shard; None for others.
+      leaving: The variables of the stacks that wait in host memory for the backward pass.
+    """
+
+    _want: Sequence[Spec | None]
+    _outs: Sequence[Atom]
+    _start: Sequence[Any]
 
     def __init__(
         self,
@@ -230,15 +217,15 @@ class _Loop:
         want: Sequence[Spec | None],
         leaving: set[Atom],
     ) -> None:
-        self._scans, self._eqn, self._scope = scans, eqn, scope
-        self._want, self._leaving = want, leaving
-        a, self._n = jaxprs.scan_counts(eqn)
-        n = self._n
+        self._scans, self._scope, self._leaving = scans, scope, leaving
+        self._parts: ScanParts = jaxprs.scan_parts(eqn)
+        parts = self._parts
+        (_, self._want), (_, self._outs) = parts.results(want), parts.results(eqn.outvars)
         values = [scope.as_filled(v) for v in values]
-        moved = [moved_stack(x) for x in values[a + n :]]
+        moved = [moved_stack(x) for x in parts.operands(values)[2]]
         updated = {} if scans.lanes_on_axis else decide.find_updated(eqn, values, scans)
         known = scans.all_known(values, scope)
-        values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
+        values = [v if i - parts.consts in updated else known[i] for i, v in enumerate(values)]
         prefetches = scans.overlap and not scans.keep
         self._decided = decided = decide.decide_loop(
             eqn, values, want, scans, scope, updated=updated, prefetches=prefetches
@@ -246,7 +233,7 @@ class _Loop:
         scans.layers.append(decided.layer)
         # A gradient may start from the shard of an earlier one, to which the loop only adds.
         self._updated = {i: spec for i, spec in updated.items() if i in decided.carried}
-        consts, self._start, xs = values[:a], values[a : a + n], values[a + n :]
+        consts, self._start, xs = parts.operands(values)
         self._consts = scans.held(decided.constants, consts, scope, values)
         with scans.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             given = [
@@ -263,12 +250,12 @@ class _Loop:
         read = [x if m is None else m for x, m in zip(xs, moved, strict=True)]
         self._stacks = LoopStacks(read, scans.axis)
         self._prefetched = PrefetchedStacks(eqn, self._stacks.read, decided.prefetched, scans)
-        self._deferred = DeferredReductions(eqn, want[n:], decided.deferred, scans)
+        self._deferred = DeferredReductions(eqn, self._want, decided.deferred, scans)
         self._filling = GatheredStacks(xs, decided.filled, self._prefetched)
         self._jaxpr = decided.sums.body()
         self._sent_specs: dict[int, Spec | None] = {}
 
-    def iterations(self) -> tuple[_Carry, _Stacked]:
+    def _iterations(self) -> tuple[_Carry, _Stacked]:
         """Runs the iterations; returns the last carry, and the stacks."""
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self._decided.sums.roots]
         prefetched, deferred = self._prefetched, self._deferred
@@ -278,10 +265,8 @@ class _Loop:
             self._iteration,
             start,
             _Entries(*orders, prefetched.rest(), self._stacks.rounded),
-            length=jaxprs.param(self._eqn, "length"),
-            reverse=jaxprs.param(self._eqn, "reverse"),
-            unroll=jaxprs.param(self._eqn, "unroll"),
-            peel=self._decided.peels,
+            self._parts,
+            peel=bool(self._decided.prefetched or self._decided.deferred),
         )
 
     def _iteration(
@@ -299,7 +284,7 @@ class _Loop:
         sliced = self._stacks.operands(merged, at.rounded, unsharded)
         held = prefetched.hold(state.values, coming)
         current = dict(zip(decided.carried, held, strict=True))
-        carried = scans.carried([current.get(i) for i in range(self._n)], updated)
+        carried = scans.carried([current.get(i) for i in range(self._parts.carry)], updated)
         # An iteration that updates the state is a separate step.
         inner_scope = self._scope.inner(
             deferred.row_sums,
@@ -310,7 +295,7 @@ class _Loop:
         with scans.ledger.place(decisions.LOOP):
             args = (*self._consts, *carried, *sliced)
             outs = scans.run(self._jaxpr, args, inner_scope, decided.want)
-        end = len(decided.carried) + len(self._want) - self._n
+        end = len(decided.carried) + len(self._want)
         outs, added = outs[:end], outs[end:]
         pending, outs = deferred.passed(state.pending, reduced, outs, at.indices)
         ys = [self._stacked(i, y) for i, y in enumerate(outs[len(decided.carried) :])]
@@ -322,21 +307,19 @@ class _Loop:
 
     def _stacked(self, i: int, y: PyTree) -> object:
         """Returns an iteration's result ``i`` in the form that the loop stacks."""
-        spec, scope = self._want[self._n + i], self._scope
-        value = plain(y)
-        length = jaxprs.param(self._eqn, "length")
-        if scope.host and spec is not None and scope.host.takes(value, length):
+        spec, scope, value = self._want[i], self._scope, plain(y)
+        if scope.host and spec is not None and scope.host.takes(value, self._parts.length):
             self._sent_specs[i] = spec
             padded_shape = layout.padded_shape(value.shape, spec, self._scans.mesh)
             return scope.host.send(pad(value, padded_shape))
-        if self._eqn.outvars[self._n + i] in self._leaving and not isinstance(y, Shard):
+        if self._outs[i] in self._leaving and not isinstance(y, Shard):
             self._sent_specs[i], self._scans.left = None, True
             return send_to_host(value)
         return self._stacks.stack(i, y)
 
-    def results(self, last: _Carry, stacked: _Stacked) -> list[object]:
-        """Returns the loop's results, from those of :meth:`iterations`."""
-        scans, n, (ys, gathered) = self._scans, self._n, stacked
+    def results(self) -> list[object]:
+        """Runs the loop, and returns its results."""
+        scans, (last, (ys, gathered)) = self._scans, self._iterations()
         final: dict[int, Any] = dict(zip(self._decided.carried, last.values, strict=True))
         final |= {i: Shard(final[i], spec) for i, spec in self._updated.items()}
         with scans.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
@@ -353,10 +336,11 @@ class _Loop:
             spec = self._sent_specs[i]
             if spec is None:
                 return HostStack(y)
-            value = unpadded(y[0], self._eqn.outvars[n + i].aval.shape)
+            value = unpadded(y[0], self._outs[i].aval.shape)
             return HostGradient(value, (None, *spec), gathering=Gathering(host=True), sums=y[1])
 
-        return [*(final[i] for i in range(n)), *(stack(i, y) for i, y in enumerate(ys))]
+        carried = [final[i] for i in range(self._parts.carry)]
+        return [*carried, *(stack(i, y) for i, y in enumerate(ys))]
 
     def _summed(self, totals: Sequence[jax.Array]) -> dict[int, jax.Array]:
         """Reduces over the devices, once, the carried values that a loop has added up.

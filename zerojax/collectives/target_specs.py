@@ -26,6 +26,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import Atom, Equation, HasEquations
 
 _PASSES = ELEMENTWISE | LABELS | OVERWRITES
@@ -88,19 +89,18 @@ def passes(eqn: Equation, wants: Mapping[Atom, Spec], mesh: Mesh) -> bool:
     return spec is not None and bool(propagate.operand_specs(eqn, spec, mesh))
 
 
-def of_scan_body(eqn: Equation, wants: Mapping[Atom, Spec]) -> list[Spec | None]:
+def of_scan_body(loop: ScanParts, want: Sequence[Spec | None]) -> list[Spec | None]:
     """Returns the target specs of one iteration's results, from those of the scan's results."""
-    _, n = jaxprs.scan_counts(eqn)
-    specs = [wants.get(v) for v in eqn.outvars]
-    stacked = [None if s is None or s[0] else s[1:] for s in specs[n:]]
-    return [*specs[:n], *stacked]
+    carried, stacks = loop.results(want)
+    return [*carried, *(None if s is None or s[0] else s[1:] for s in stacks)]
 
 
 def _of_starts(eqn: Equation, specs: Sequence[Spec | None]) -> Sequence[Spec | None]:
     """Returns the target specs of a scan's operands: of the start values of its carry, from those
     of the final values."""
-    a, n = jaxprs.scan_counts(eqn)
-    return [*[None] * a, *specs[:n], *[None] * (len(eqn.invars) - a - n)]
+    loop = jaxprs.scan_parts(eqn)
+    consts, _, stacks = loop.operands(eqn.invars)
+    return [*[None] * len(consts), *loop.results(specs)[0], *[None] * len(stacks)]
 
 
 def spec_of(eqn: Equation) -> Spec | None:

@@ -25,6 +25,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 _NOT_SURE = BRANCHES | {"concatenate"}
@@ -130,8 +131,8 @@ class Uses:
         if eqn.primitive in jaxprs.CALLS:
             (body,) = jaxprs.bodies(eqn)
             return self._dtypes(body, body.invars[i], spec, of_result)
-        if eqn.primitive is prims.scan_p:
-            return self._in_loop(eqn, i, spec, of_result)
+        if (loop := jaxprs.scan_parts(eqn)) is not None:
+            return self._in_loop(loop, i, spec, of_result)
         if marks.is_mark(eqn, marks.SHARD):
             return _NONE
         if name == "shard_map" or (self._surely and self._is_unsure(eqn, i, spec)):
@@ -156,19 +157,19 @@ class Uses:
         stays = sharded_products.find(eqn, i, spec, self._gatherer) is not None
         return stays or eqn.primitive.name in _NOT_SURE
 
-    def _in_loop(self, eqn: Equation, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
+    def _in_loop(self, loop: ScanParts, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
         """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A carried value and
         a stack that is sharded along its layers are always gathered."""
-        (body,), (consts, carry) = jaxprs.inner(eqn), jaxprs.scan_counts(eqn)
-        own_dtype = frozenset([eqn.invars[i].aval.dtype])
-        is_stacked = i >= consts + carry
-        if consts <= i < consts + carry or (is_stacked and spec[0] is not None):
+        body, _ = jaxprs.open_jaxpr(loop.body)
+        own_dtype = frozenset([body.invars[i].aval.dtype])
+        is_stacked = i >= loop.first_stack
+        if loop.consts <= i < loop.first_stack or (is_stacked and spec[0] is not None):
             return own_dtype
         if is_stacked and self._surely:
             return _NONE
 
         def beyond(at: int, spec: Spec) -> _Dtypes:
-            return of_result(at, (None, *spec)) if at >= carry else own_dtype
+            return of_result(at, (None, *spec)) if at >= loop.carry else own_dtype
 
         return self._dtypes(body, body.invars[i], spec[1:] if is_stacked else spec, beyond)
 
@@ -185,12 +186,12 @@ class Reader(NamedTuple):
     """A loop that takes a stack layer by layer.
 
     Attributes:
-      eqn: The scan.
+      loop: The scan.
       at: The position of the stack among those that the scan reads.
       cast: Whether the stack is cast before the loop.
     """
 
-    eqn: Equation
+    loop: ScanParts
     at: int
     cast: bool
 
@@ -214,9 +215,9 @@ def readers(jaxpr: AnyJaxpr, v: Atom, cast: bool = False) -> Iterator[Reader | N
 
 def _of_use(jaxpr: Jaxpr, eqn: Equation, i: int, cast: bool) -> Iterator[Reader | None]:
     """Yields what :func:`readers` yields for operand ``i`` of one equation."""
-    if eqn.primitive is prims.scan_p:
-        at = i - sum(jaxprs.scan_counts(eqn))
-        yield Reader(eqn, at, cast) if at >= 0 else None
+    if (loop := jaxprs.scan_parts(eqn)) is not None:
+        at = i - loop.first_stack
+        yield Reader(loop, at, cast) if at >= 0 else None
     elif eqn.primitive in jaxprs.CALLS and eqn.primitive is not prims.remat_p:
         (body,) = jaxprs.bodies(eqn)
         yield from readers(body, body.invars[i], cast)

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
-from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import hijax, jaxprs
@@ -293,12 +292,10 @@ def _stacked(traced: AnyJaxpr) -> list[int]:
         if eqn is None:
             return 1
         index = eqn.outvars.index(v)
-        if eqn.primitive is prims.scan_p:
-            body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-            if index < jaxprs.scan_counts(eqn).carry:
-                return 1
-            length: int = jaxprs.param(eqn, "length")
-            return length * layers(body, body.outvars[index])
+        if (scan := jaxprs.scan_parts(eqn)) is not None:
+            body, _ = jaxprs.open_jaxpr(scan.body)
+            is_stack = index >= scan.carry
+            return int(scan.length * layers(body, body.outvars[index])) if is_stack else 1
         if eqn.primitive in jaxprs.CALLS:
             body, _ = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))
             return layers(body, body.outvars[index])

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives as prims
 
 from zerojax.collectives.uses import readers
 from zerojax.xla import jaxprs
@@ -74,22 +73,20 @@ def run(closed: AnyJaxpr, args: Layered) -> list[Any]:
 
 
 def _run(eqn: Equation, values: Sequence[Any]) -> Sequence[Any]:
-    first, n = jaxprs.scan_counts(eqn) if eqn.primitive is prims.scan_p else (len(values), 0)
-    consts, carry, stacks = values[:first], values[first : first + n], values[first + n :]
+    loop = jaxprs.scan_parts(eqn)
+    consts, carry, stacks = (values, (), ()) if loop is None else loop.operands(values)
     if not any(isinstance(x, tuple) for x in stacks):
         arrays = [jnp.stack(x) if isinstance(x, tuple) else x for x in values]
         with jaxprs.traced_where(eqn):
             return jaxprs.bind(eqn, arrays)
-    order = [*range(jaxprs.param(eqn, "length"))]
-    outs: dict[int, Sequence[Any]] = {}
-    for i in reversed(order) if jaxprs.param(eqn, "reverse") else order:
+    results: dict[int, Sequence[Any]] = {}
+    for i in loop.order:
         layer = [_layer(x, i) for x in stacks]
-        body = [*consts, *carry, *layer]
         with jaxprs.traced_where(eqn):
-            outs[i] = jaxprs.evaluate(jaxprs.param(eqn, "jaxpr"), body, _run)
-        carry = outs[i][:n]
-    results = zip(*(outs[i][n:] for i in order), strict=True)
-    return [*carry, *(jnp.stack(layers) for layers in results)]
+            outs = jaxprs.evaluate(loop.body, [*consts, *carry, *layer], _run)
+        carry, results[i] = loop.results(outs)
+    layers = zip(*(results[i] for i in range(loop.length)), strict=True)
+    return [*carry, *map(jnp.stack, layers)]
 
 
 def _layer(x: Any, i: int) -> Any:

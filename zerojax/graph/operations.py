@@ -170,8 +170,8 @@ class Program:
         if eqn.primitive in jaxprs.CALLS:
             return self._add(inside[0].jaxpr, operands, times, exact, names)
         loops = eqn.primitive is prims.while_p
-        if eqn.primitive is prims.scan_p:
-            times *= jaxprs.param(eqn, "length")
+        if (scan := jaxprs.scan_parts(eqn)) is not None:
+            times *= scan.length
         results = self._new(len(eqn.outvars))
         for region in inside:
             given = self._new(len(region.jaxpr.invars))

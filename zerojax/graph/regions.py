@@ -66,12 +66,11 @@ def regions(equation: Equation) -> tuple[Region, ...]:
     primitive, n = equation.primitive, len(equation.invars)
     if primitive in jaxprs.CALLS:
         return (Region(_opened(jaxprs.called_jaxpr(equation)), range(n)),)
-    if primitive is prims.scan_p:
-        consts, carry = jaxprs.scan_counts(equation)
-        pairs = [(i, consts + i) for i in range(carry)]
-        body = _opened(jaxprs.param(equation, "jaxpr"))
-        is_empty = jaxprs.param(equation, "length") == 0
-        return (Region(body, range(n), pairs, consts + carry, carry, may_be_skipped=is_empty),)
+    if (scan := jaxprs.scan_parts(equation)) is not None:
+        body, carry, entries = _opened(scan.body), scan.carry, scan.first_stack
+        pairs = [(i, scan.consts + i) for i in range(carry)]
+        is_empty = scan.length == 0
+        return (Region(body, range(n), pairs, entries, carry, may_be_skipped=is_empty),)
     if primitive is prims.while_p:
         loop = jaxprs.while_parts(equation)
         first, carried = loop.cond_consts, range(loop.cond_consts + loop.body_consts, n)

@@ -98,7 +98,7 @@ def program_for_one(call: Equation) -> AnyJaxpr:
     """Returns the program that a call runs for each matrix."""
     (body,) = jaxprs.bodies(call)
     (loop,) = graph_of(body).named("scan")
-    return jaxprs.param(loop, "jaxpr")  # type: ignore[no-any-return]
+    return jaxprs.scan_parts(loop).body
 
 
 def run_call(call: Equation, shared: Sequence[object], stack: jax.Array) -> jax.Array:
@@ -111,11 +111,11 @@ def run_call(call: Equation, shared: Sequence[object], stack: jax.Array) -> jax.
     """
 
     def run(eqn: Equation, values: list[Any]) -> Sequence[Any]:
-        if eqn.primitive is not prims.scan_p:
+        if (loop := jaxprs.scan_parts(eqn)) is None:
             return jaxprs.bind_anywhere(eqn, values)
         *read, matrices = values
-        one = jaxprs.param(eqn, "jaxpr")
-        return jax.vmap(lambda m: jaxprs.evaluate(one, [*read, m], jaxprs.bind_anywhere))(matrices)
+        run_one = lambda m: jaxprs.evaluate(loop.body, [*read, m], jaxprs.bind_anywhere)  # noqa: E731
+        return jax.vmap(run_one)(matrices)
 
     return jaxprs.evaluate(jaxprs.called_jaxpr(call), [*shared, stack], run)[0]  # type: ignore[no-any-return]
 
@@ -223,7 +223,7 @@ def _call_of(block: Jaxpr, text: str) -> Jaxpr | None:
     orthogonalize: Any = _orthogonalization()
     numbers = (float(jaxprs.read(v, {})) for v in literals(block) if not v.aval.ndim)
     small = [*dict.fromkeys(x for x in numbers if 0 < x < 1e-2)] or [1e-8]
-    steps = [jaxprs.param(loop, "length") for loop in named(block, "scan")] or [5]
+    steps = [jaxprs.scan_parts(loop).length for loop in named(block, "scan")] or [5]
     shapes = [jaxprs.like(v.aval) for v in block.invars]
     for kind, eps in itertools.product(("frobenius", "aol", "schatten", "spectral"), small):
         function = functools.partial(

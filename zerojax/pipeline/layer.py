@@ -69,7 +69,7 @@ def run(loop: EquationPair, args: Sequence[Any], rows: Rows) -> list[Any]:
       ValueError: Random numbers are drawn by another generator, or a ``shard_map`` divides arrays
         over axes of the user's.
     """
-    symbolic, jaxpr = (jaxprs.param(each, "jaxpr") for each in loop)
+    symbolic, jaxpr = (jaxprs.scan_parts(each).body for each in loop)
     if contains(loop.eqn, _is_special):
         return _evaluate(symbolic, jaxpr, args, rows)
     return jaxprs.evaluate(jaxpr, args, jaxprs.bind_anywhere, lambda eqn: False)
@@ -111,17 +111,15 @@ def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]
 
 
 def _scan(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
-    eqn = pair.eqn
-    a, n = jaxprs.scan_counts(eqn)
-    symbolic, closed = (jaxprs.param(each, "jaxpr") for each in pair)
+    symbolic, loop = map(jaxprs.scan_parts, pair)
+    consts, start, stacks = loop.operands(values)
 
     def body(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate(symbolic, closed, [*values[:a], *carry, *entries], rows)
-        return outs[:n], outs[n:]
+        outs = _evaluate(symbolic.body, loop.body, [*consts, *carry, *entries], rows)
+        return outs[: loop.carry], outs[loop.carry :]
 
-    length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
-    start, entries = list(values[a : a + n]), list(values[a + n :])
-    carry, stacked = lax.scan(body, start, entries, length=length, reverse=reverse)
+    length, reverse = loop.length, loop.reverse
+    carry, stacked = lax.scan(body, [*start], [*stacks], length=length, reverse=reverse)
     return [*carry, *stacked]
 
 
@@ -177,7 +175,12 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
     (key,) = values
     known = eqn.primitive.name == "random_bits" and str(jax.random.key_impl(key)) == _GENERATOR
     config: Any = jax.config
-    _check(eqn, known and config.jax_threefry_partitionable)
+    if not (known and config.jax_threefry_partitionable):
+        raise ValueError(
+            f"a layer draws random numbers ({where(eqn)}) that pipeline stages cannot draw row by "
+            "row: use jax's default generator (jax_default_prng_impl = threefry2x32, "
+            "jax_threefry_partitionable = True)."
+        )
     shape, each = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.shape[dim] // rows.number
     # The position of an element is (outer * size + row) * inner + rest, in 64 bits.
     inner = math.prod(shape[dim + 1 :])
@@ -204,12 +207,3 @@ def _product(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     middle = a1 * b0 + (a0 * b0 >> half)
     other = a0 * b1 + (middle & mask)
     return a1 * b1 + (middle >> half) + (other >> half), a * np.uint32(b)
-
-
-def _check(eqn: Equation, fits: bool) -> None:
-    if not fits:
-        raise ValueError(
-            f"a layer draws random numbers ({where(eqn)}) that pipeline stages cannot draw row by "
-            "row: use jax's default generator (jax_default_prng_impl = threefry2x32, "
-            "jax_threefry_partitionable = True)."
-        )

@@ -48,13 +48,18 @@ class LayerLoop(NamedTuple):
     rows: int
     same_for_all: Mapping[int, HasEquations]
 
+    @property
+    def scan(self) -> jaxprs.ScanParts:
+        """The parts of the scan."""
+        return jaxprs.scan_parts(self.equation)
+
     def is_stored(self, operand: int) -> bool:
         """Returns whether an operand is a stack of layers with rows, which is read from slots."""
-        return operand >= sum(jaxprs.scan_counts(self.equation)) and self.operands[operand].rows
+        return operand >= self.scan.first_stack and self.operands[operand].rows
 
     def stores(self, result: int) -> bool:
         """Returns whether a result is a stack of layers with rows, which is written to slots."""
-        return result >= jaxprs.scan_counts(self.equation)[1] and self.results[result].rows
+        return result >= self.scan.carry and self.results[result].rows
 
     def run(self, values: Sequence[jax.Array], schedule: Schedule) -> list[jax.Array]:
         """Runs the loop as a pipeline.
@@ -101,12 +106,11 @@ class Stage:
 
     def __init__(self, loop: LayerLoop, schedule: Schedule) -> None:
         self.loop, self.schedule = loop, schedule
-        self.n_consts, self.n = jaxprs.scan_counts(loop.equation)
-        self.length: int = jaxprs.param(loop.equation, "length") // schedule.stages
-        self.reverse: bool = jaxprs.param(loop.equation, "reverse")
+        scan = loop.scan
+        self.n, self.length, self.reverse = scan.carry, scan.length // schedule.stages, scan.reverse
         self.streams = Streams(schedule, self.reverse)
-        self.carry = range(self.n_consts, self.n_consts + self.n)
-        consts = [i for i in range(self.n_consts) if loop.operands[i].rows]
+        self.carry = range(scan.consts, scan.first_stack)
+        consts = [i for i in range(scan.consts) if loop.operands[i].rows]
         self.moving = [*consts, *self.carry]
 
     def operand_spec(self, i: int) -> PartitionSpec:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import MIXES, Choices
@@ -99,7 +98,7 @@ class Pipeline:
                 return [None] * n
             self._check_layers(eqn, stacks, params)
             found[graph.place(eqn)] = self._loop(eqn)
-            carry = jaxprs.scan_counts(eqn).carry
+            carry = jaxprs.scan_parts(eqn).carry
             return [*[None] * carry, *[_RESIDUAL] * (n - carry)]
 
         # By value, the parameter that holds its layers.
@@ -117,7 +116,7 @@ class Pipeline:
 
     def _check_layers(self, eqn: Equation, layers: Sequence[int], params: Sequence[bool]) -> None:
         """Refuses a loop whose layers the stages do not divide, or do not store."""
-        n, stages = jaxprs.param(eqn, "length"), self._schedule.stages
+        n, stages = jaxprs.scan_parts(eqn).length, self._schedule.stages
         if n % stages:
             fits = [k for k in range(1, n + 1) if n % k == 0]
             raise ValueError(
@@ -143,7 +142,7 @@ class Pipeline:
                 f"Python ({where(eqn)}). Return the numbers from the step and print them outside, "
                 'or leave out the axis "stage".'
             )
-        n_consts, n = jaxprs.scan_counts(eqn)
+        scan = jaxprs.scan_parts(eqn)
         given = [self._kind(v, eqn) for v in eqn.invars]
         alone = dataclasses.replace(self._symbolic, flat=_as_program(eqn))
         analysis = Analysis(alone, given, self._rows, Choices())
@@ -152,13 +151,13 @@ class Pipeline:
             self._check(kind, eqn)
         (micro,) = instance(alone, alone.flat, self._rows, frozenset(analysis.own)).eqns
         dtypes = [
-            accumulator(v.aval.dtype, self._dtype if i >= n else None)
+            accumulator(v.aval.dtype, self._dtype if i >= scan.carry else None)
             if kind.reduced and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             else v.aval.dtype
             for i, (v, kind) in enumerate(zip(eqn.outvars, results, strict=True))
         ]
         same: dict[int, Flat] = {}
-        for i, v in enumerate(eqn.invars[:n_consts]):
+        for i, v in enumerate(eqn.invars[: scan.consts]):
             if given[i].rows and (program := self._same_for_all(v)) is not None:
                 same[i], given[i] = program, FIXED
         return LayerLoop(micro, given, results, dtypes, eqn, self._rows, same)
@@ -179,7 +178,8 @@ class Pipeline:
         that jax has broadcast to them before the loop, on the rows of one device; None for other
         constants."""
         program = graph_of(self._flat).backward_slice([v], lambda x: not growing(x))
-        if not all(map(_is_broadcast, program.equations)) or any(map(growing, program.ends)):
+        are_broadcasts = {eqn.primitive.name for eqn in program.equations} <= _BROADCASTS
+        if not are_broadcasts or any(map(growing, program.ends)):
             return None
         flat = dataclasses.replace(
             self._flat, invars=[*program.ends], eqns=[*program.equations], outvars=[v], constvars=[]
@@ -242,18 +242,13 @@ def _rows(x: Value) -> Value:
     return x.rows if isinstance(x, Slots) else x
 
 
-def _is_broadcast(eqn: Equation) -> bool:
-    return eqn.primitive.name in _BROADCASTS
-
-
 def _stacks_of(eqn: Equation, layers: Sequence[int | None]) -> list[int]:
     """Returns the layers, of those of its operands, over which a scan loops that carries rows; none
     for other equations."""
-    if eqn.primitive is not prims.scan_p:
+    if (scan := jaxprs.scan_parts(eqn)) is None:
         return []
-    n_consts, n = jaxprs.scan_counts(eqn)
-    grow = any(map(growing, eqn.invars[n_consts : n_consts + n]))
-    return [i for i in layers[n_consts + n :] if grow and i is not None]
+    (_, carry, _), (_, _, stacks) = scan.operands(eqn.invars), scan.operands(layers)
+    return [i for i in stacks if i is not None] if any(map(growing, carry)) else []
 
 
 def _as_program(eqn: Equation) -> Flat:

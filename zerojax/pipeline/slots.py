@@ -24,11 +24,6 @@ from zerojax.devices.mesh import STAGE
 from zerojax.pipeline.schedule import Schedule
 
 
-def rows_spec(schedule: Schedule, dim: int) -> PartitionSpec:
-    """Returns the spec of rows of the batch along ``dim``."""
-    return PartitionSpec(*[None] * dim, schedule.axes)
-
-
 def slots_spec(schedule: Schedule, dim: int, stage_at: int) -> PartitionSpec:
     """Returns the spec of slots whose dimension ``dim`` has rows; "stage" shards the dimension
     ``stage_at``: the micro-batches (0), or the layers of a stack (1)."""
@@ -100,7 +95,7 @@ class Streams:
     def spec(self, dim: int) -> PartitionSpec:
         """Returns the spec of an operand or result with rows along ``dim``."""
         if self._schedule.is_even:
-            return rows_spec(self._schedule, dim)
+            return PartitionSpec(*[None] * dim, self._schedule.axes)
         return slots_spec(self._schedule, dim + 1, 0)
 
     def entering(self, x: jax.Array, dim: int) -> jax.Array:

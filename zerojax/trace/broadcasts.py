@@ -45,9 +45,9 @@ class _Scans(Rewriter):
 
     def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
         if eqn.primitive is prims.scan_p:
-            graph = graph_of(jaxpr)
-            constants = enumerate(eqn.invars[: jaxprs.scan_counts(eqn).consts])
-            found = {i: b for i, v in constants if (b := _broadcast(v, graph)) is not None}
+            graph, (constants, *_) = graph_of(jaxpr), jaxprs.scan_parts(eqn).operands(eqn.invars)
+            sources = {i: _broadcast(v, graph) for i, v in enumerate(constants)}
+            found = {i: each for i, each in sources.items() if each is not None}
             eqn = computing(eqn, "jaxpr", found) if found else eqn
         return super().equation(eqn, jaxpr)
 

@@ -284,7 +284,8 @@ def _while(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
 
 
 def _scan(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
-    a, n = jaxprs.scan_counts(eqn)
+    loop = jaxprs.scan_parts(eqn)
+    a, n = loop.consts, loop.carry
     carried = range(a, a + n)
     jaxpr = jaxprs.param(eqn, "jaxpr")
     program = _program(jaxpr, eqn.invars, recipes, carried, first_stack=a + n)

@@ -22,7 +22,18 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.interpreters import partial_eval
 
-from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, HasEquations, Jaxpr, Shaped, Traceback
+from zerojax.xla.types import (
+    AnyJaxpr,
+    Atom,
+    Aval,
+    Equation,
+    HasEquations,
+    Jaxpr,
+    MaybeNone,
+    PyTree,
+    Shaped,
+    Traceback,
+)
 
 T = TypeVar("T")
 
@@ -121,24 +132,65 @@ def inner(eqn: Equation) -> Iterator[Jaxpr]:
                 yield open_jaxpr(x)[0]
 
 
-class ScanCounts(NamedTuple):
-    """The numbers of a scan's operands, in their order; the scanned operands come last.
+class ScanParts(NamedTuple):
+    """A scan, whose operands are the constants of ``body``, the carry, and stacks, of which each
+    iteration takes one entry; its results are the carry, and stacks of the entries that iterations
+    return.
 
     Attributes:
+      body: jaxpr of the constants, the carry and the entries.
       consts: number of operands that each iteration reads in full.
       carry: number of operands, and of leading results, that iterations pass on.
+      length: number of iterations.
+      reverse: whether the first iteration takes the last entries.
+      unroll: number of iterations that XLA's loop runs at once.
     """
 
+    body: AnyJaxpr
     consts: int
     carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    @property
+    def first_stack(self) -> int:
+        """The position of the first stack among the operands."""
+        return self.consts + self.carry
+
+    @property
+    def order(self) -> range:
+        """The indices of the entries, in the order of the iterations."""
+        return range(self.length)[:: -1 if self.reverse else 1]
+
+    def operands(self, values: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+        """Splits what belongs to the operands, or to the arguments of ``body``, into that of the
+        constants, of the carry and of the stacks."""
+        stacks = self.first_stack
+        return values[: self.consts], values[self.consts : stacks], values[stacks:]
+
+    def results(self, values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+        """Splits what belongs to the results, of the scan or of ``body``, into that of the carry
+        and of the stacks."""
+        return values[: self.carry], values[self.carry :]
+
+    def scan(self, body: Callable[..., Any], init: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+        """Runs ``lax.scan`` on another body, carry and stacks, with this scan's iterations."""
+        length, reverse, unroll = self.length, self.reverse, self.unroll
+        return jax.lax.scan(body, init, xs, length=length, reverse=reverse, unroll=unroll)
 
 
-def scan_counts(eqn: Equation) -> ScanCounts:
-    """Returns the numbers of a scan's constants and carries: parameters in 0.10, a tree later."""
-    if "num_consts" in eqn.params:
-        return ScanCounts(param(eqn, "num_consts"), param(eqn, "num_carry"))
-    consts, carry, _ = param(eqn, "ft_in").unpack()
-    return ScanCounts(len(list(consts)), len(list(carry)))
+def scan_parts(eqn: Equation) -> ScanParts | MaybeNone:
+    """Returns the parts of a scan; None for another primitive."""
+    if eqn.primitive is not prims.scan_p:
+        return None
+    if "num_consts" in eqn.params:  # jax 0.10; newer versions have a tree
+        counts = param(eqn, "num_consts"), param(eqn, "num_carry")
+    else:
+        consts, carry, _ = param(eqn, "ft_in").unpack()
+        counts = len(list(consts)), len(list(carry))
+    names = "length", "reverse", "unroll"
+    return ScanParts(param(eqn, "jaxpr"), *counts, *(param(eqn, name) for name in names))
 
 
 class WhileParts(NamedTuple):

@@ -47,7 +47,7 @@ def scattered(lookup: Callable[[Any], Any]) -> tuple[Any, list[jax.Array], jax.A
 )
 def test_the_parts_of_the_groups_add_up(lookup: Callable[[Any], Any]) -> None:
     eqn, values, want = scattered(lookup)
-    rows = RowDimensions({eqn.invars[1]: whole(eqn.invars[1].aval.shape, [0])})
+    rows = RowDimensions(lambda: {eqn.invars[1]: whole(eqn.invars[1].aval.shape, [0])})
     assert gradients.can_split(eqn, rows, 4)
     assert not gradients.can_split(eqn, rows, 3)  # of 8 rows
     parts = gradients.by_group(eqn, values, 4)

@@ -123,7 +123,8 @@ def test_which_have_rows_for_groups(
     eqn: Any, dims: tuple[int | None, int | None], is_one: bool
 ) -> None:
     along = zip(eqn.invars, dims, strict=True)
-    rows = RowDimensions({v: whole(v.aval.shape, [] if d is None else [d]) for v, d in along})
+    known = {v: whole(v.aval.shape, [] if d is None else [d]) for v, d in along}
+    rows = RowDimensions(lambda: known)
     found = own_rows.has_rows_for_groups(eqn, rows, 8)
     assert found == is_one
     assert not own_rows.has_rows_for_groups(eqn, rows, 1)

@@ -7,10 +7,11 @@ not found costs time or memory, and no number: XLA shards what zerojax leaves to
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax.extend import core
@@ -21,7 +22,7 @@ from zerojax.graph.lookups import Lookup
 from zerojax.graph.primitives import CONTRACTIONS
 from zerojax.graph.regions import regions
 from zerojax.xla.jaxprs import open_jaxpr, param
-from zerojax.xla.types import AnyJaxpr, Atom, Equation
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 
 class RowFactor(NamedTuple):
@@ -47,9 +48,9 @@ NONE: Rows = frozenset()
 class RowDimensions:
     """The dimensions of a program's values along which rows lie.
 
-    Attributes:
-      of: The rows of each variable, also of the programs inside equations; a program that several
-        equations run has those of all of them.
+    Args:
+      find: Returns the rows of each variable, also of the programs inside equations; a program that
+        several equations run has those of all of them. It is called once somebody asks.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -59,7 +60,11 @@ class RowDimensions:
       [1]
     """
 
-    of: Mapping[Atom, Rows] = field(default_factory=dict)
+    find: Callable[[], Mapping[Atom, Rows]] = dict
+
+    @functools.cached_property
+    def _of(self) -> Mapping[Atom, Rows]:
+        return self.find()
 
     @classmethod
     def of_program(cls, closed: AnyJaxpr, given: Sequence[int | None]) -> RowDimensions:
@@ -74,28 +79,33 @@ class RowDimensions:
             whole(v.aval.shape, [] if d is None else [d])
             for v, d in zip(jaxpr.invars, given, strict=True)
         ]
-        found: dict[Atom, Rows] = {}
-        analysis: Analysis[Rows] = Analysis(
-            NONE, operator.or_, _in_place, control=False, everywhere=found
-        )
-        for names, rule in _RULES.items():
-            analysis.rule(*names.split())(rule)
-
-        def scan(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
-            """An iteration takes entries of stacks, and returns entries."""
-            (body,) = regions(eqn)
-            ins = [_shifted(x, -1) if body.is_entry(i) else x for i, x in enumerate(ins)]
-            outs = analysis.through(eqn, ins)
-            return [_shifted(x, 1) if body.is_stacked(i) else x for i, x in enumerate(outs)]
-
-        analysis.rule("scan")(scan)
-        analysis.forward(jaxpr, rows)
-        return cls(found)
+        return cls(functools.partial(_followed, jaxpr, rows))
 
     def dims(self, atom: Atom) -> list[int]:
         """Returns the dimensions of a value along which rows lie, in order."""
-        known = NONE if isinstance(atom, core.Literal) else self.of.get(atom, NONE)
+        known = NONE if isinstance(atom, core.Literal) else self._of.get(atom, NONE)
         return sorted({x.dim for x in known})
+
+
+def _followed(jaxpr: Jaxpr, given: Sequence[Rows]) -> Mapping[Atom, Rows]:
+    """Returns the rows of all variables of a program, from those of its arguments."""
+    found: dict[Atom, Rows] = {}
+    analysis: Analysis[Rows] = Analysis(
+        NONE, operator.or_, _in_place, control=False, everywhere=found
+    )
+    for names, rule in _RULES.items():
+        analysis.rule(*names.split())(rule)
+
+    def scan(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+        """An iteration takes entries of stacks, and returns entries."""
+        (body,) = regions(eqn)
+        ins = [_shifted(x, -1) if body.is_entry(i) else x for i, x in enumerate(ins)]
+        outs = analysis.through(eqn, ins)
+        return [_shifted(x, 1) if body.is_stacked(i) else x for i, x in enumerate(outs)]
+
+    analysis.rule("scan")(scan)
+    analysis.forward(jaxpr, given)
+    return found
 
 
 def whole(shape: Sequence[int], dims: Iterable[int]) -> Rows:

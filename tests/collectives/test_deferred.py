@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from collectives.test_prefetch import once, scanned
 from jaxprs import equations
 
 import zerojax
@@ -33,20 +33,6 @@ X = np.random.default_rng(1).normal(size=(ROWS, TOKENS, N))
 def weights(name: str, layers: int = LAYERS) -> np.ndarray:
     layer = (N,) if name == "scaled" else (N, N)
     return np.random.default_rng(0).normal(size=(layers, *layer)) / 4
-
-
-def scanned(layer: Callable[[Any, Any], Any], *, reverse: bool = False) -> Callable[..., Any]:
-    block = jax.checkpoint(layer, prevent_cse=False)
-
-    def loss(ws: Any, x: Any) -> Any:
-        x, _ = lax.scan(lambda x, w: (block(x, w), None), x, ws, reverse=reverse)
-        return jnp.sum(x**2)
-
-    return loss
-
-
-def once(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w)
 
 
 def flat(x: Any, w: Any) -> Any:

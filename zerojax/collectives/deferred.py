@@ -39,7 +39,7 @@ class DeferredReductions:
       eqn: The scan.
       want: For each stack that it computes, the spec of an entry's shard; None if it is not a
         gradient.
-      behind: By position of a stack, the sum that is reduced one iteration later, see
+      sums: By position of a stack, the sum that is reduced one iteration later, see
         :func:`decide`.
       gatherer: Reduces gradients.
     """
@@ -50,28 +50,28 @@ class DeferredReductions:
         self,
         eqn: Equation,
         want: Sequence[Spec | None],
-        behind: Mapping[int, RowSum],
+        sums: Mapping[int, RowSum],
         gatherer: Gatherer,
     ) -> None:
         self._loop: ScanParts = jaxprs.scan_parts(eqn)
         _, self._stacks = self._loop.results(eqn.outvars)
-        self._want, self._behind, self._gatherer = want, behind, gatherer
+        self._want, self._sums, self._gatherer = want, sums, gatherer
 
     @property
     def row_sums(self) -> dict[Atom, RowSum]:
         """By variable, the sum that produces the partial sums."""
-        return {each.eqn.outvars[0]: each for each in self._behind.values()}
+        return {each.eqn.outvars[0]: each for each in self._sums.values()}
 
     def order(self) -> tuple[jax.Array, jax.Array] | None:
         """Returns two int [length] arrays: for each iteration the index of the previous one (for
         the first out of bounds), and its own index. None if no reduction is deferred."""
-        indices = jnp.arange(self._loop.length)
-        return (indices + -self._loop.order.step, indices) if self._behind else None
+        indices, to_previous = jnp.arange(self._loop.length), -self._loop.order.step
+        return (indices + to_previous, indices) if self._sums else None
 
     def first(self) -> list[Pending]:
         """Returns the state that the first iteration receives: no partial sums, and stacks of
         shards filled with zeros."""
-        avals = [self._stacks[i].aval for i in self._behind]
+        avals = [self._stacks[i].aval for i in self._sums]
         return [(None, jnp.zeros(aval.shape, aval.dtype)) for aval in avals]
 
     def hold(self, given: list[Pending], gathered: jax.Array | None) -> list[Pending]:
@@ -97,7 +97,7 @@ class DeferredReductions:
                 total(PartialSum(parts, row_sum, row_sum.links), self._gatherer),
                 self._want[i] or (),
             )
-            for (i, row_sum), (parts, _) in zip(self._behind.items(), given, strict=True)
+            for (i, row_sum), (parts, _) in zip(self._sums.items(), given, strict=True)
         ]
 
     def passed(
@@ -111,7 +111,7 @@ class DeferredReductions:
         last of which belong to the stacks, with None for each deferred gradient."""
         state: list[Pending] = []
         results, first = list(outs), len(outs) - len(self._stacks)
-        for i, (parts, stack), gradient in zip(self._behind, given, reduced, strict=True):
+        for i, (parts, stack), gradient in zip(self._sums, given, reduced, strict=True):
             assert at is not None
             y, results[first + i] = results[first + i], None
             if isinstance(y, PartialSum):
@@ -129,7 +129,7 @@ class DeferredReductions:
         last, reduced = self._loop.order[-1], self.reduced(given)
         return {
             i: stack if x is None else _put(stack, x.value, last)
-            for i, (_, stack), x in zip(self._behind, given, reduced, strict=True)
+            for i, (_, stack), x in zip(self._sums, given, reduced, strict=True)
         }
 
 

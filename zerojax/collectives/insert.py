@@ -13,8 +13,7 @@ backward pass without any differentiation rule.
 
 :class:`Inserter` runs the equations; :mod:`zerojax.collectives.scans` runs loops over stacks, and
 :mod:`zerojax.collectives.gathering` gathers and reduces. What is gathered or reduced where is
-decided before a program runs (:mod:`zerojax.collectives.decide`) or before a loop runs
-(:mod:`zerojax.collectives.decide`).
+decided before a program or a loop runs (:mod:`zerojax.collectives.decide`).
 """
 
 from __future__ import annotations
@@ -404,7 +403,7 @@ class Inserter(Scans):
             jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
         ) -> Callable[[Sequence[jax.Array]], list[Any]]:
             needed = decide.find_constants(jaxpr, consts, self.mesh, self.thresholds.held)
-            consts = self.held(needed, consts, scope)
+            consts = self.gather_constants(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:
                 iteration = within()

@@ -40,8 +40,8 @@ class PrefetchedStacks:
 
     Args:
       eqn: The scan.
-      xs: The stacks, along the first dimension, see :class:`zerojax.collectives.stacks.Entries`. A
-        :class:`Shard` or :class:`HostStack` in host memory is prefetched.
+      xs: The stacks, along the first dimension, see :class:`zerojax.collectives.stacks.LoopStacks`.
+        A :class:`Shard` or :class:`HostStack` in host memory is prefetched.
       dtypes: By position, the dtypes of the stacks that are gathered ahead, see :func:`decide`.
       gatherer: Gathers parameters.
     """

@@ -124,7 +124,7 @@ class Scans(Gatherer):
         """Returns a jaxpr's results on sharded values."""
         raise NotImplementedError
 
-    def held(
+    def gather_constants(
         self,
         positions: Collection[int],
         consts: Sequence[Any],
@@ -234,7 +234,7 @@ class Loop:
         # A gradient may start from the shard of an earlier one, to which the loop only adds.
         self._updated = {i: spec for i, spec in updated.items() if i in decided.carried}
         consts, self._start, xs = parts.operands(values)
-        self._consts = scans.held(decided.constants, consts, scope, values)
+        self._consts = scans.gather_constants(decided.constants, consts, scope, values)
         with scans.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             given = [
                 plain(self._start[i]) if i in self._updated else self._start[i]

@@ -62,14 +62,14 @@ class LoopStacks:
         self,
         entries: Sequence[jax.Array],
         rounded: Sequence[jax.Array | None],
-        ahead: Sequence[jax.Array | None],
+        prefetched: Sequence[jax.Array | None],
     ) -> list[Shard | jax.Array]:
         """Returns one iteration's operands, from its entries of ``read`` and ``rounded``, and from
         the entries that were prefetched, with None for the others; see
         :class:`zerojax.collectives.prefetch.PrefetchedStacks`."""
         self._gathered_entries = list(zip(rounded, self._xs, strict=True))
-        self._brief = any(x is not None for x in ahead)
-        known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]
+        self._brief = any(x is not None for x in prefetched)
+        known = [a if r is None else r for r, a in zip(rounded, prefetched, strict=True)]
         return list(map(self._operand, self._xs, entries, known))
 
     def _operand(self, x: object, entry: jax.Array, known: jax.Array | None) -> Shard | jax.Array:
@@ -116,23 +116,23 @@ class GatheredStacks:
       xs: The stacks that the loop reads.
       dimensions: By position of a stack that the loop gathers, the dimension along which the stack
         is sharded.
-      ahead: The stacks that the loop reads ahead.
+      prefetched: The stacks that the loop reads ahead.
     """
 
     def __init__(
         self,
         xs: Sequence[Any],
         dimensions: Mapping[int, int],
-        ahead: PrefetchedStacks,
+        prefetched: PrefetchedStacks,
     ) -> None:
-        self._ahead, self._dimensions, self._xs = ahead, dimensions, xs
+        self._prefetched, self._dimensions, self._xs = prefetched, dimensions, xs
 
     def layers(self, come: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the layers that an iteration stacks: those that the previous one has gathered
         for it, in the layout of the collective."""
         if not self._dimensions:
             return []
-        unsharded = self._ahead.unsharded(come)
+        unsharded = self._prefetched.unsharded(come)
         chosen = [(x, d) for i, d in self._dimensions.items() if (x := unsharded[i]) is not None]
         return [jnp.moveaxis(x, d - 1, 0) for x, d in chosen]
 

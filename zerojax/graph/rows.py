@@ -91,7 +91,7 @@ def _followed(jaxpr: Jaxpr, given: Sequence[Rows]) -> Mapping[Atom, Rows]:
     """Returns the rows of all variables of a program, from those of its arguments."""
     found: dict[Atom, Rows] = {}
     analysis: Analysis[Rows] = Analysis(
-        NONE, operator.or_, _in_place, control=False, everywhere=found
+        NONE, operator.or_, _unmoved, control=False, everywhere=found
     )
     for names, rule in _RULES.items():
         analysis.rule(*names.split())(rule)
@@ -122,7 +122,7 @@ def _moved(rows: Rows, to: Mapping[int, int]) -> Rows:
     return frozenset(x._replace(dim=to[x.dim]) for x in rows if x.dim in to)
 
 
-def _in_place(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+def _unmoved(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
     """The rule of primitives that leave dimensions where they are: element by element, or along one
     of several dimensions. A dimension of another size may have other rows, see :func:`_parts`."""
     return [_kept(eqn, ins, v.aval.shape, parts=False) for v in eqn.outvars]
@@ -219,6 +219,6 @@ _RULES = {
     "gather": _gather,
     "scatter scatter-add scatter_add scatter-mul scatter-max scatter-min scatter-sub": _scatter,
     "slice dynamic_slice dynamic_update_slice split concatenate pad": _parts,
-    "shard_map": _in_place,  # what runs inside has sizes of its own
+    "shard_map": _unmoved,  # what runs inside has sizes of its own
 }
 """Rules by the names of their primitives."""

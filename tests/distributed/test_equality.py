@@ -1,5 +1,6 @@
 """What differs between two processes is refused in both, before a step has run with it."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from zerojax.distributed.equality import where_they_differ
 from zerojax.distributed.launched import LaunchError
+from zerojax.distributed.lockstep import TICK
 
 BATCH = {"x": np.ones((4, 8), np.float32)}
 
@@ -59,12 +61,14 @@ def refusals(process: int) -> dict[str, str]:
     attempt("numpy in zero.init", lambda: zero.init(drawn_state))
     attempt("plain state", lambda: run(made(jax.random.key(process))))
     attempt("learning rate", lambda: run(zero.init(lambda: made(key, 1e-2 * (1 + process)))))
+    attempt("number", lambda: run(None, 1.0 + process))
     attempt("argument", lambda: run(None, np.array(1.0 + process)))
     attempt("key", lambda: run(None, 1.0, jax.random.key(process)))
     attempt("number of the batch", lambda: run(weight=np.array(1.0 + process)))
     attempt("config of a plain state", lambda: other(train_step)(made(key), BATCH))
     nan = made(key).replace(params={"w": jnp.full((8, 4), jnp.nan)})  # not equal to itself
     attempt("nothing", lambda: run(nan))
+    time.sleep(2.5 * TICK)  # the lockstep ends no process for values that were refused
     return said
 
 
@@ -84,6 +88,8 @@ SAID = {
     "plain state": "the state: .params['w'] differs between the processes:\n"
     "  process 0: float32[8, 4] of checksum ",
     "learning rate": "dense<-0.00999999977> : tensor<f32>\n  process 1: ",
+    "number": "argument [0] behind the batch differs between the processes:\n"
+    "  process 0: 1.0\n  process 1: 2.0\n",
     "argument": "argument [0] behind the batch differs between the processes:\n"
     "  process 0: 1.0\n  process 1: 2.0\n",
     "key": "train_step: argument [1] behind the batch differs",

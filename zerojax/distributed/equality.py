@@ -119,7 +119,7 @@ def _without_key(x: PyTree) -> PyTree:
 def _is_own(x: object) -> bool:
     if isinstance(x, jax.Array):
         return x.is_fully_addressable
-    return isinstance(x, np.ndarray | np.generic | int | float | complex)
+    return isinstance(x, np.ndarray | np.generic | int | float | complex | str)
 
 
 def _digest(x: object) -> str:

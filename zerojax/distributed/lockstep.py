@@ -20,8 +20,10 @@ from zerojax.distributed.failure import end_with
 from zerojax.distributed.launched import LaunchError
 from zerojax.xla import compat
 
+TICK = 2.0
+"""Seconds between two comparisons."""
+
 _CALLS, _ALL_CALLS = "calls", "calls of an ended script"
-_TICK = 2.0  # s
 _PUBLISHED, _KEPT = 64, 4096  # calls
 _END = "the end of the program"
 
@@ -32,7 +34,7 @@ class Lockstep:
     If one process evaluates, saves or steps by itself, it waits for the others for ever, or its
     collectives pair up with those of another call. The check never waits: process 0 publishes
     its last calls, and the others read them. A process that finds a difference ends with an error.
-    So it does where the arrays that a call passes beside the batch have other values.
+    So it does where the values that a call passes beside the batch differ.
 
     Args:
       this: The coordinator of this process.
@@ -52,18 +54,23 @@ class Lockstep:
         self._since = 0.0
         this.every(self._look)
 
-    def note(self, call: str, arrays: Mapping[str, object] | None = None) -> None:
+    def note(self, call: str) -> None:
         """Records a call that all processes must execute, before the call waits for any of them.
 
         Args:
           call: The call, in words.
-          arrays: Arrays of the call by name, whose values must be equal; nobody changes them.
         """
         with self._lock:
             self._count, self._sum = self._count + 1, zlib.crc32(call.encode(), self._sum)
             self._calls.append((self._sum, call))
-            if arrays:
-                self._unread.append((self._count, arrays))
+
+    def note_values(self, values: Mapping[str, object]) -> None:
+        """Records values of the last call by name, which must be equal in all processes.
+
+        Nobody changes the arrays among them.
+        """
+        with self._lock:
+            self._unread.append((self._count, values))
 
     def _look(self) -> float:
         """Publishes this process's calls, and compares them with those of other processes.
@@ -82,7 +89,7 @@ class Lockstep:
         others = self._coordinator.collect(_CALLS if self._me else _ALL_CALLS)
         for process, text in others.items():
             self.compare(process, text)
-        return _TICK
+        return TICK
 
     def _read(self) -> None:
         """Describes the arrays of calls, as far as the devices have computed them."""

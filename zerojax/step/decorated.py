@@ -134,29 +134,35 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         """
         if self._is_alone:
             return
-        leaves = _named(call)
         if self._lockstep:
-            name, values = self._arguments.name, _shared_values(leaves)
-            numbers = [repr(x) for x in values.values() if isinstance(x, _NUMBERS)]
-            arrays = {
-                f"{name}: {where}": x.copy() if isinstance(x, np.ndarray) else x
-                for where, x in values.items()
-                if isinstance(x, np.ndarray | jax.Array) and x.size <= _COMPARED
-            }
-            self._lockstep.note(f"{name}({', '.join([state, *numbers])})", arrays)
-        static = {name: _form(x) for name, x in leaves.items() if isinstance(x, Constant)}
+            self._lockstep.note(f"{self._arguments.name}({state})")
+        static = {name: _form(x) for name, x in _named(call).items() if isinstance(x, Constant)}
         self._forms.agree(call.roles.described | static)
 
     def _compare(
         self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
     ) -> None:
-        """Refuses a program that differs between processes, before its first run."""
-        if self._lockstep and program not in self._compared:
-            self._compared.add(program)
-            self._lockstep.note(f"the first run of a program of {self._arguments.name}")
-            require_same(self._states.config, self._states.mesh)
-            require_same_values(self._arguments.name, _shared_values(_named(call)))
-            require_same_program(self._arguments.name, (each.lowered for each in lowered()))
+        """Refuses a program or values that differ between processes.
+
+        A program's first run waits for the comparison, and later runs do not.
+        """
+        if not self._lockstep:
+            return
+        name, values = self._arguments.name, _shared_values(_named(call))
+        if program in self._compared:
+            self._lockstep.note_values(
+                {
+                    f"{name}: {where}": x.copy() if isinstance(x, np.ndarray) else x
+                    for where, x in values.items()
+                    if not isinstance(x, np.ndarray | jax.Array) or x.size <= _COMPARED
+                }
+            )
+            return
+        self._compared.add(program)
+        self._lockstep.note(f"the first run of a program of {name}")
+        require_same(self._states.config, self._states.mesh)
+        require_same_values(name, values)
+        require_same_program(name, (each.lowered for each in lowered()))
 
     def _relabelled(self, call: Call) -> Call:
         """Moves the arrays of a call under explicit mesh axes to the step's own mesh."""
@@ -201,7 +207,6 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
 
 
 _COMPARED = 1024  # elements of an array whose values are compared at each call
-_NUMBERS = (bool, int, float, complex, str, np.generic)
 
 
 def _named(call: Call) -> dict[str, PyTree]:

@@ -11,7 +11,9 @@ from collectives.test_carried_sums import layers as layers_over_time
 from jax import lax
 
 from zerojax.collectives import Shard, carried_sums, decide
+from zerojax.collectives.gathering import Gatherer
 from zerojax.graph.def_use import graph_of
+from zerojax.graph.rows import RowDimensions
 from zerojax.xla import jaxprs
 
 ONE = (N, N)
@@ -21,7 +23,8 @@ LAYERS = (4, N, N)
 def is_held(function: Callable[..., Any], spec: Any, *shapes: tuple[int, ...]) -> bool:
     """Whether a body that takes a constant first needs it unsharded; the rest is carried."""
     jaxpr = jax.make_jaxpr(function)(*(weight(*shape) for shape in shapes), 0)
-    return decide.find_constants(jaxpr, [Shard(weight(*shapes[0]), spec)], MESH) == {0}
+    shard, at_stage_3 = Shard(weight(*shapes[0]), spec), Gatherer(MESH, "data", keep=False)
+    return decide.find_constants(jaxpr, [shard], at_stage_3, RowDimensions()) == {0}
 
 
 def test_what_an_iteration_needs() -> None:

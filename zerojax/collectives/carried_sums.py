@@ -34,8 +34,7 @@ from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 _MOVES = COPIES | REARRANGES | {"neg"}
-SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
-"""Primitives of one operand that keep or round its elements."""
+_SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
 
 
 class Term(NamedTuple):
@@ -190,7 +189,7 @@ def _is_stack(jaxpr: Jaxpr, v: Atom) -> bool:
     if eqn.primitive is prims.scan_p:
         return regions(eqn)[0].is_stacked(at)
     return any(_is_stack(body, body.outvars[at]) for body in jaxprs.bodies(eqn)) or (
-        eqn.primitive.name in SAME_ELEMENTS and _is_stack(jaxpr, eqn.invars[0])
+        eqn.primitive.name in _SAME_ELEMENTS and _is_stack(jaxpr, eqn.invars[0])
     )
 
 

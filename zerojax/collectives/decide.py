@@ -7,31 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend import core
-from jax.extend.core import primitives as prims
-from jax.sharding import Mesh
 
 from zerojax.collectives import (
     deferred,
     gradients,
     prefetch,
-    propagate,
     residuals,
     sharded_products,
     target_specs,
 )
-from zerojax.collectives.carried_sums import SAME_ELEMENTS, CarriedSums
-from zerojax.collectives.gathering import MOST, Gatherer, Scope, is_on_devices, is_sharded
+from zerojax.collectives.carried_sums import CarriedSums
+from zerojax.collectives.gathering import Gatherer, Scope, is_on_devices, is_sharded
 from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
-from zerojax.collectives.uses import used_unsharded
-from zerojax.graph.def_use import graph_of
-from zerojax.graph.reach import DEPENDS
-from zerojax.graph.regions import Region, regions
+from zerojax.collectives.uses import Uses
+from zerojax.graph.reach import dependent
+from zerojax.graph.regions import regions
+from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -94,13 +89,13 @@ def decide_program(
     )
     wants = {v: spec for v, spec in wants.items() if v not in sums.added}
     shards = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
-    needed = used_unsharded(jaxpr) if shards else frozenset()
+    uses = Uses(gatherer, scope.row_dims, surely=True)
     return ProgramDecisions(
         wants=wants,
         added_up=sums.reduced,
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
         in_place=products,
-        used_unsharded={id(x) for v, x in shards.items() if v in needed},
+        used_unsharded={id(x) for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)},
     )
 
 
@@ -185,7 +180,7 @@ def decide_loop(
         carried=carried,
         constants=set()
         if over_micro_batches
-        else find_constants(loop.body, consts, gatherer.mesh, gatherer.thresholds.held),
+        else find_constants(loop.body, consts, gatherer, scope.row_dims),
         gathered=gathered,
         prefetched=prefetched,
         filled={
@@ -230,70 +225,27 @@ def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) ->
 
 
 def find_constants(
-    jaxpr: AnyJaxpr, consts: Sequence[object], mesh: Mesh, most: int = MOST
+    jaxpr: AnyJaxpr, consts: Sequence[object], gatherer: Gatherer, rows: RowDimensions
 ) -> set[int]:
     """Returns the positions of a loop's constants that are gathered before the loop: those that
-    each iteration needs unsharded; none if they exceed ``most`` elements.
+    each iteration needs unsharded, unless they exceed what a loop holds.
 
     Args:
       jaxpr: The loop's body, or its condition.
       consts: The constants, the body's first operands, some of them a :class:`Shard`.
-      mesh: The mesh of their specs.
-      most: The most elements that the loop holds.
+      gatherer: Gathers parameters.
+      rows: The dimensions along which rows of the batch lie.
     """
     specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
     if all(spec is None for spec in specs):
         return set()
     opened, _ = jaxprs.open_jaxpr(jaxpr)
-    varies = DEPENDS.forward(opened, [i >= len(specs) for i in range(len(opened.invars))]).of
+    varies = dependent(opened, [i >= len(specs) for i in range(len(opened.invars))])
+    uses = Uses(gatherer, rows, varies=varies)
     needed = {
         i
         for i, (v, spec) in enumerate(zip(opened.invars, specs, strict=False))
-        if spec is not None and _Needs(mesh).unsharded(opened, v, spec, varies)
+        if spec is not None and uses.dtypes(opened, v, spec)
     }
-    return needed if sum(opened.invars[i].aval.size for i in needed) <= most else set()
-
-
-class _Needs(NamedTuple):
-    """The search for uses that need all of a constant at once, and not only layers, which the loop
-    or an inner loop takes one by one."""
-
-    mesh: Mesh
-
-    def unsharded(self, jaxpr: Jaxpr, v: Atom, spec: Spec, varies: Mapping[Atom, bool]) -> bool:
-        """Returns whether an open jaxpr needs all of ``v`` at once. ``varies`` is True for the
-        variables that differ between iterations."""
-        users = graph_of(jaxpr).users(v)
-        return any(self._by(jaxpr, *use, spec, varies) for use in users)
-
-    def _by(
-        self, jaxpr: Jaxpr, eqn: Equation, i: int, spec: Spec, varies: Mapping[Atom, bool]
-    ) -> bool:
-        """Returns whether an equation needs all of its operand ``i`` at once."""
-        if eqn.primitive.name in SAME_ELEMENTS:
-            moved = propagate.forward(eqn, spec, self.mesh)
-            return self.unsharded(jaxpr, eqn.outvars[0], spec if moved is None else moved, varies)
-        if eqn.primitive.name == "dynamic_slice":
-            is_layer = any(varies.get(v) for v in jaxprs.variables(eqn.invars[1:]))
-            is_layer = is_layer and eqn.invars[0].aval.ndim > 2
-            return not is_layer or propagate.forward(eqn, spec, self.mesh) is None
-        inner = regions(eqn) if eqn.primitive is prims.scan_p or jaxprs.bodies(eqn) else ()
-        return not inner or any(self._inside(each, eqn, i, spec, varies) for each in inner)
-
-    def _inside(
-        self, region: Region, eqn: Equation, i: int, spec: Spec, varies: Mapping[Atom, bool]
-    ) -> bool:
-        """Returns whether a program inside an equation needs all of the equation's operand ``i`` at
-        once."""
-        v = region.argument(i)
-        if v is None or any(argument == i for _, argument in region.carries):
-            return True
-        if region.is_entry(i):
-            return False
-        argument_varies = [
-            not isinstance(x, core.Literal) and varies.get(x, False)
-            for x in (eqn.invars[at] for at in region.operands)
-        ]
-        return self.unsharded(
-            region.jaxpr, v, spec, DEPENDS.forward(region.jaxpr, argument_varies).of
-        )
+    held = sum(opened.invars[i].aval.size for i in needed)
+    return needed if held <= gatherer.thresholds.held else set()

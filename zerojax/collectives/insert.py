@@ -55,11 +55,11 @@ from zerojax.collectives.order import Window
 from zerojax.collectives.partial_sums import PartialSum
 from zerojax.collectives.scans import Loop, Scans
 from zerojax.collectives.shard import Gathering, HostStack, Narrow, ReducedGradient, Shard
+from zerojax.collectives.uses import Kind, use_of
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
-from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
+from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS
 from zerojax.graph.rows import RowDimensions
-from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent
 from zerojax.trace import marks
@@ -241,40 +241,21 @@ class Inserter(Scans):
                 f"zerojax.value_and_grad within {name}: call it outside, in the step itself."
             )
         shards = [v for v in values if isinstance(v, Shard)]
-        shape = eqn.outvars[0].aval.shape if eqn.outvars else None
+        specs = [v.spec if isinstance(v, Shard) else None for v in values]
         # A value that a lane computes from a parameter and its own rows is not a shard.
         only_shards = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
-        if (
-            name in ELEMENTWISE
-            and (only_shards or not self.lanes_on_axis)
-            and {(s.spec, s.value.shape) for s in shards}
-            == {
-                (shards[0].spec, shape)  # not if a bias is broadcast against activations
-            }
-        ):
-            results = self._on_shards(eqn, values, shards[0].spec)
-            return [results[0].with_gathering(narrow=narrow_of(eqn, values))]
-        specs = [v.spec if isinstance(v, Shard) else None for v in values]
-        if name == "concatenate" and propagate.side_by_side(eqn, specs):
-            return self._on_shards(eqn, values, shards[0].spec)
-        if (
-            self.share
-            and not self.keep
-            and (name in propagate.FORWARD or name in propagate.TAKES)
-            and id(shards[0]) in scope.gathered
-        ):
+        mixes = only_shards or not self.lanes_on_axis
+        use = use_of(eqn, specs, self.mesh, self.axis, mixes=mixes)
+        is_tied = self.share and not self.keep and id(shards[0]) in scope.gathered
+        if is_tied and (name in propagate.FORWARD or name in propagate.TAKES):
             return jaxprs.bind(eqn, self.gather_all(values, scope))  # a tied embedding's head
-        is_dot_product = propagate.adds_up(eqn) and len({s.spec for s in shards}) == 1
-        if name in REDUCTIONS or (is_dot_product and (only_shards or not self.lanes_on_axis)):
+        if use.kind is Kind.ADDED_UP:
             return jaxprs.bind(eqn, [plain(v) for v in values])
-        first = values[0]  # not an index
-        if isinstance(first, Shard) and (spec := propagate.forward(eqn, first.spec, self.mesh)):
-            return self._on_shards(eqn, values, spec)
-        if eqn.primitive is prims.sharding_constraint_p and (
-            target_specs.spec_of(eqn) == layout.without(shards[0].spec, self.axis)
-        ):
-            return shards  # flax unboxes a parameter with the user's spec
-        if name == "optimization_barrier":
+        if use.kind is Kind.ON_SHARDS:
+            return self._on_shards(eqn, values, use.spec)
+        if use.kind is Kind.UNCHANGED:
+            if name != "optimization_barrier":
+                return values
             inputs = [travelling(v) for v in values]
             outs = jaxprs.bind(eqn, [plain(v) for v in inputs])
             return list(map(arrived, values, map(like, inputs, outs)))
@@ -291,13 +272,13 @@ class Inserter(Scans):
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         gathered = copy_of_result(eqn, values, self.axis, self.thresholds.small)
+        source = values[0].gathering.narrow if isinstance(values[0], Shard) else None
         narrow = None
-        if isinstance(values[0], Shard) and (source := values[0].gathering.narrow) is not None:
-            if source.is_cast and propagate.follows(eqn):
-                (narrow_out,) = self._on_shards(eqn, [source.shard, *values[1:]], spec)
-                narrow = Narrow.cast(narrow_out, out.dtype)
-            elif propagate.moves(eqn.primitive.name):
-                narrow = narrow_of(eqn, values)
+        if source is not None and source.is_cast and propagate.follows(eqn):
+            (narrow_out,) = self._on_shards(eqn, [source.shard, *values[1:]], spec)
+            narrow = Narrow.cast(narrow_out, out.dtype)
+        elif propagate.moves(eqn.primitive.name) or eqn.primitive.name in ELEMENTWISE:
+            narrow = narrow_of(eqn, values)
         quantized = all(v.gathering.quantized for v in values if isinstance(v, Shard))
         gathering = Gathering(quantized=quantized, narrow=narrow)
         return [Shard(self.constrain(out, spec), spec, gathered, gathering)]
@@ -402,7 +383,7 @@ class Inserter(Scans):
         def closed(
             jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
         ) -> Callable[[Sequence[jax.Array]], list[Any]]:
-            needed = decide.find_constants(jaxpr, consts, self.mesh, self.thresholds.held)
+            needed = decide.find_constants(jaxpr, consts, self, scope.row_dims)
             consts = self.gather_constants(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:

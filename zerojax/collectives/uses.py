@@ -1,25 +1,23 @@
-"""The variables that a program needs unsharded, the dtypes in which it needs a parameter unsharded,
-and the loops that take the parameter layer by layer."""
+"""The use of shards by equations (:func:`use_of`), the dtypes in which a program needs a parameter
+unsharded (:class:`Uses`), and the loops that take one layer by layer (:func:`readers`)."""
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.extend import core
 from jax.extend.core import primitives as prims
+from jax.sharding import Mesh
 
 from zerojax.collectives import lookups, propagate, sharded_products, target_specs
 from zerojax.collectives.carried_sums import wider
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.narrow import widens_integers
-from zerojax.graph.analysis import Analysis
-from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import BRANCHES, CAST, ELEMENTWISE, LABELS, REDUCTIONS, SLICES
+from zerojax.graph.primitives import BRANCHES, CAST, ELEMENTWISE, REDUCTIONS
+from zerojax.graph.regions import regions
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -36,54 +34,65 @@ _NONE: _Dtypes = frozenset()
 _Beyond = Callable[[int, Spec], _Dtypes]
 
 
-def _unless_added_up(eqn: Equation, results: Sequence[bool]) -> list[bool]:
-    return [not propagate.adds_up(eqn)] * len(eqn.invars)
+class Kind(enum.Enum):
+    """Kinds of uses of the shards among an equation's operands.
+
+    Attributes:
+      ON_SHARDS: Each device computes its shard of the result.
+      ADDED_UP: The result is one of all devices' shards, which XLA adds up, or compares.
+      UNCHANGED: The results are the operands, and stay as they are.
+      UNSHARDED: The equation needs them unsharded, unless rows or products of them are sent.
+    """
+
+    ON_SHARDS = enum.auto()
+    ADDED_UP = enum.auto()
+    UNCHANGED = enum.auto()
+    UNSHARDED = enum.auto()
 
 
-NEEDED: Analysis[bool] = Analysis(False, operator.or_, _unless_added_up)
-"""Backward analysis of whether an equation needs a value unsharded, in any layout and scale."""
-NEEDED.rule("while", "shard_map")(_unless_added_up)  # their programs are not entered
+class Use(NamedTuple):
+    """The use of shards by one equation.
+
+    Attributes:
+      kind: What the equation does with them.
+      spec: The spec of its result, if that is a shard.
+    """
+
+    kind: Kind
+    spec: Spec = ()
 
 
-@NEEDED.rule(*REDUCTIONS)
-def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
-    return [False] * len(eqn.invars)
+def use_of(
+    eqn: Equation, specs: Sequence[Spec | None], mesh: Mesh, axis: str, *, mixes: bool = True
+) -> Use:
+    """Returns how an equation without programs inside uses shards.
 
-
-@NEEDED.rule("gather")
-def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
-    """A lookup needs its indices unsharded, and only rows of the table."""
-    return [False, *(True for _ in eqn.invars[1:])]
-
-
-@NEEDED.rule(*SLICES)
-def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
-    """An array is needed unsharded if its slice is."""
-    return [results[0], *(True for _ in eqn.invars[1:])]
-
-
-@NEEDED.rule(*ELEMENTWISE | LABELS | propagate.FORWARD.keys())
-def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
-    if marks.is_mark(eqn, marks.GRADIENT):  # the optimizer's uses are not followed
-        return [False]
-    size = _size(eqn.outvars[0])
-    same_size = [_size(v) == size for v in eqn.invars if not isinstance(v, core.Literal)]
-    if not any(same_size):  # a broadcast
-        return [True] * len(eqn.invars)
-    return [results[0] and _size(v) == size for v in eqn.invars]
-
-
-@cached_by_jaxpr
-def used_unsharded(jaxpr: Jaxpr) -> frozenset[Atom]:
-    """Returns the variables of an open jaxpr that an equation needs unsharded, in any layout and
-    scale. Lookups do not count, nor do the optimizer's uses of its gradients."""
-    needed = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
-    return frozenset(v for v, is_needed in needed.items() if is_needed) - {*marks.gradients(jaxpr)}
-
-
-def _size(v: Atom) -> int:
-    """Returns the number of elements of a variable; ``aval.size`` takes several times as long."""
-    return math.prod(v.aval.shape)
+    Args:
+      eqn: The equation.
+      specs: The specs of its operands, of which at least one is a shard; None for an array that is
+        unsharded, or not a parameter.
+      mesh: The devices.
+      axis: The axis over which ZeRO shards.
+      mixes: Whether shards and other arrays are combined element by element on shards.
+    """
+    name, first = eqn.primitive.name, specs[0]
+    pairs = zip(eqn.invars, specs, strict=True)
+    shards = {(spec, v.aval.shape) for v, spec in pairs if spec is not None}
+    spec, _ = next(iter(shards))
+    if name in ELEMENTWISE and mixes and shards == {(spec, eqn.outvars[0].aval.shape)}:
+        return Use(Kind.ON_SHARDS, spec)  # not if a bias is broadcast against activations
+    if name == "concatenate" and propagate.side_by_side(eqn, specs):
+        return Use(Kind.ON_SHARDS, spec)
+    is_dot_product = mixes and propagate.adds_up(eqn) and len({spec for spec, _ in shards}) == 1
+    if name in REDUCTIONS or is_dot_product:
+        return Use(Kind.ADDED_UP)
+    if first is not None and (moved := propagate.forward(eqn, first, mesh)):
+        return Use(Kind.ON_SHARDS, moved)
+    if eqn.primitive is prims.sharding_constraint_p:
+        # flax unboxes a parameter with the user's spec
+        is_unsharded = target_specs.spec_of(eqn) == layout.without(spec, axis)
+        return Use(Kind.UNCHANGED if is_unsharded else Kind.UNSHARDED)
+    return Use(Kind.UNCHANGED if name == "optimization_barrier" else Kind.UNSHARDED)
 
 
 class Uses:
@@ -96,10 +105,20 @@ class Uses:
       surely: Leaves out uses that may not gather a parameter that was not gathered in advance:
         branches, concatenations, lookups of rows, products in which a weight stays sharded, and
         loops that take entries of the parameter.
+      varies: For the uses of a loop's constant, by variable whether the value differs between
+        iterations. One layer of the constant an iteration is then left out, but not a value
+        computed from all of it, which each iteration would gather.
     """
 
-    def __init__(self, gatherer: Gatherer, rows: RowDimensions, *, surely: bool = False) -> None:
-        self._gatherer, self._rows, self._surely = gatherer, rows, surely
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        rows: RowDimensions,
+        *,
+        surely: bool = False,
+        varies: Mapping[Atom, bool] | None = None,
+    ) -> None:
+        self._gatherer, self._rows, self._surely, self._varies = gatherer, rows, surely, varies
         self._mesh, self._axis = gatherer.mesh, gatherer.axis
 
     def dtypes(self, jaxpr: Jaxpr, v: Atom, spec: Spec) -> frozenset[np.dtype]:
@@ -122,8 +141,7 @@ class Uses:
     def _use(self, jaxpr: Jaxpr, eqn: Equation, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
         """Returns the dtypes in which an equation needs its operand ``i`` unsharded, by itself or
         because a use of its results needs them unsharded."""
-        name, v = eqn.primitive.name, eqn.invars[i]
-        own_dtype = frozenset([v.aval.dtype])
+        v, own_dtype = eqn.invars[i], frozenset([eqn.invars[i].aval.dtype])
 
         def of_result(at: int, spec: Spec) -> _Dtypes:
             return self._dtypes(jaxpr, eqn.outvars[at], spec, beyond)
@@ -133,29 +151,40 @@ class Uses:
             return self._dtypes(body, body.invars[i], spec, of_result)
         if (loop := jaxprs.scan_parts(eqn)) is not None:
             return self._in_loop(loop, i, spec, of_result)
-        if marks.is_mark(eqn, marks.SHARD):
+        if marks.is_mark(eqn, marks.SHARD) or eqn.primitive.name == "shard_map":
             return _NONE
-        if name == "shard_map" or (self._surely and self._is_unsure(eqn, i, spec)):
+        if self._surely and self._is_unsure(eqn, i, spec):
             return _NONE
-        if name == "optimization_barrier":
+        if eqn.primitive is prims.cond_p and self._varies is not None:
+            bodies = [region.jaxpr for region in regions(eqn)]
+            found = (self._dtypes(x, x.invars[i - 1], spec, lambda *_: own_dtype) for x in bodies)
+            return _NONE.union(*found)
+        specs = [spec if at == i else None for at in range(len(eqn.invars))]
+        use = use_of(eqn, specs, self._mesh, self._axis)
+        if use.kind is Kind.UNCHANGED:
             return of_result(i, spec)
-        if eqn.primitive is prims.sharding_constraint_p:
-            is_unsharded = target_specs.spec_of(eqn) == layout.without(spec, self._axis)
-            return of_result(0, spec) if is_unsharded else own_dtype
-        if propagate.follows(eqn) and i == 0:
-            moved = spec if name in LABELS else propagate.forward(eqn, spec, self._mesh)
-            return own_dtype if moved is None else of_result(0, moved)
-        if name == CAST and widens_integers(eqn):
-            return own_dtype
-        if name == CAST:
-            return _of_cast(v, eqn.outvars[0], of_result(0, spec))
-        return _NONE if _on_shards(eqn, i) else own_dtype
+        if use.kind is not Kind.ON_SHARDS:
+            return _NONE if use.kind is Kind.ADDED_UP else own_dtype
+        if propagate.follows(eqn):
+            return _NONE if self._is_layer(eqn) else of_result(0, use.spec)
+        is_computed = eqn.primitive.name != CAST
+        if is_computed or (self._varies is None and widens_integers(eqn)):
+            return _NONE if is_computed and self._varies is None else own_dtype
+        return _of_cast(v, eqn.outvars[0], of_result(0, spec))
 
     def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
             return lookups.spec_by_rows(eqn, spec, self._gatherer, self._rows) is not None
         stays = sharded_products.find(eqn, i, spec, self._gatherer) is not None
         return stays or eqn.primitive.name in _NOT_SURE
+
+    def _is_layer(self, eqn: Equation) -> bool:
+        """Returns whether an equation takes one layer of a loop's constant, another one in each
+        iteration."""
+        if self._varies is None or eqn.primitive.name != "dynamic_slice":
+            return False
+        indices = jaxprs.variables(eqn.invars[1:])
+        return eqn.invars[0].aval.ndim > 2 and any(self._varies.get(v) for v in indices)
 
     def _in_loop(self, loop: ScanParts, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
         """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A carried value and
@@ -165,7 +194,7 @@ class Uses:
         is_stacked = i >= loop.first_stack
         if loop.consts <= i < loop.first_stack or (is_stacked and spec[0] is not None):
             return own_dtype
-        if is_stacked and self._surely:
+        if is_stacked and (self._surely or self._varies is not None):
             return _NONE
 
         def beyond(at: int, spec: Spec) -> _Dtypes:

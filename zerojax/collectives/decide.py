@@ -53,7 +53,7 @@ class ProgramDecisions:
     added_up: set[Atom]
     leaving: set[Atom]
     in_place: Mapping[Atom, sharded_products.Product]
-    used_unsharded: set[int]
+    used_unsharded: frozenset[int]
 
     def places(self, eqn: Equation) -> bool:
         """Returns whether an equation has a result that is a gradient, or from which a gradient is
@@ -95,7 +95,7 @@ def decide_program(
         added_up=sums.reduced,
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
         in_place=products,
-        used_unsharded={id(x) for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)},
+        used_unsharded=frozenset(id(x) for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)),
     )
 
 

@@ -62,7 +62,41 @@ class Thresholds:
     small: int = SMALL
 
 
-@dataclass
+@dataclass(eq=False)
+class Emitted:
+    """Arrays that later equations of a scope share, or wait for.
+
+    Attributes:
+      gathered: By ``id`` of a shard that was gathered, the shard, and what is kept of it: the
+        unsharded array, the gathered version of a stack that a loop has gathered, or nothing.
+      token: An array operand of the last use that gathered; the next gather of the same shard waits
+        for the array.
+      rows: The rows last looked up in a gathered table; the gather of the next such table waits for
+        them.
+      all_rows: The activations that products with sharded weights gathered, oldest first.
+      reduced: The gradients of each block of the backward pass, in order.
+      cotangent: The cotangent of the last block of the backward pass that was held back.
+    """
+
+    gathered: dict[int, tuple[Shard, jax.Array | Shard | None]] = field(default_factory=dict)
+    token: jax.Array | None = None
+    rows: jax.Array | None = None
+    all_rows: AllRows = field(default_factory=dict)
+    reduced: list[list[ReducedGradient]] = field(default_factory=list)
+    cotangent: jax.Array | None = None
+
+    def copy_of(self, shard: Shard) -> jax.Array | None:
+        """Returns the unsharded array of a shard that was gathered in the scope and kept."""
+        _, kept = self.gathered.get(id(shard), (shard, None))
+        return None if isinstance(kept, Shard) else kept
+
+    def as_filled(self, value: T) -> Shard | T:
+        """Returns the gathered version of ``value`` if a loop in the scope has gathered it."""
+        _, kept = self.gathered.get(id(value), (value, None))
+        return kept if isinstance(kept, Shard) else value
+
+
+@dataclass(frozen=True, eq=False)
 class Scope:
     """The part of a program within which one gather of a parameter may serve several uses.
 
@@ -70,56 +104,32 @@ class Scope:
     The body of the step does not share gathers at stage 3: each use gathers anew, separated from
     the earlier uses by a barrier, so that no gathered parameter is kept for the backward pass.
 
-    ``share``, ``replace``, ``host``, ``window``, ``row_dims``, ``defers``, ``row_sums``,
-    ``of_layer`` and ``of_step`` are set when the scope begins. The other attributes record what the
-    equations that have run in the scope gathered, used and reduced.
-
     Attributes:
-      share: whether one gather serves all uses in the scope.
-      replace: the functions that replace marks.
-      host: how gradients are sent to host memory; None if they stay on the devices.
-      gathered: by ``id`` of a shard, the shard and the unsharded parameter.
-      filled: by ``id`` of a shard that a loop has gathered, the shard and its gathered version.
-      seen: by ``id``, the shards that were gathered in the scope and not kept.
-      token: an array operand of the last use that gathered; the next gather of the same shard waits
-        for the array.
-      reduced: the gradients of each block of the backward pass, in order.
-      used_unsharded: by ``id``, the shards that a use other than a lookup needs unsharded.
-      rows: the rows last looked up in a gathered table; the gather of the next such table waits for
-        them.
-      all_rows: the activations that products with sharded weights gathered, oldest first.
-      window: delays gathers outside loops over stacks; None if gathers are not delayed.
-      cotangent: the cotangent of the last block of the backward pass that was held back.
-      row_dims: the dimensions along which rows of the batch lie.
-      defers: whether loops directly in the scope reduce gradients one iteration later; only in the
+      share: Whether one gather serves all uses in the scope.
+      replace: The functions that replace marks.
+      host: The way in which gradients are sent to host memory; None if they stay on the devices.
+      window: Delays gathers outside loops over stacks; None if gathers are not delayed.
+      row_dims: The dimensions along which rows of the batch lie.
+      defers: Whether loops directly in the scope reduce gradients one iteration later; only in the
         scope of the step's body.
-      row_sums: by variable, the sums in the scope that are not yet added up over the devices.
-      of_layer: whether the scope is one layer, in a loop over layers.
-      of_step: whether the scope is one of several updates, an iteration or a branch.
+      row_sums: By variable, the sums in the scope that are not yet added up over the devices.
+      used_unsharded: By ``id``, the shards that a use other than a lookup needs unsharded.
+      of_layer: Whether the scope is one layer, in a loop over layers.
+      of_step: Whether the scope is one of several updates, an iteration or a branch.
+      emitted: What has been gathered and reduced in the scope.
     """
 
     share: bool
     replace: Replacements = field(default_factory=dict)
     host: Host | None = None
-    gathered: dict[int, tuple[Shard, jax.Array]] = field(default_factory=dict)
-    filled: dict[int, tuple[Shard, Shard]] = field(default_factory=dict)
-    seen: dict[int, Shard] = field(default_factory=dict)
-    token: jax.Array | None = None
-    reduced: list[list[ReducedGradient]] = field(default_factory=list)
-    used_unsharded: set[int] = field(default_factory=set)
-    rows: jax.Array | None = None
-    all_rows: AllRows = field(default_factory=dict)
     window: Window | None = None
-    cotangent: jax.Array | None = None
     row_dims: RowDimensions = field(default_factory=RowDimensions)
     defers: bool = False
     row_sums: Mapping[Atom, Any] = field(default_factory=dict)
+    used_unsharded: frozenset[int] = frozenset()
     of_layer: bool = False
     of_step: bool = False
-
-    def as_filled(self, value: T) -> Shard | T:
-        """Returns the gathered version of ``value`` if a loop in the scope has gathered it."""
-        return self.filled.get(id(value), (value, value))[1]
+    emitted: Emitted = field(default_factory=Emitted)
 
     def inner(
         self,
@@ -128,12 +138,14 @@ class Scope:
         of_layer: bool = False,
         of_step: bool = False,
         share: bool = True,
+        window: Window | None = None,
     ) -> Scope:
         """Returns the scope of a loop's iteration or of a block, with its own partial sums."""
         return Scope(
             share=share,
             replace=self.replace,
             host=self.host,
+            window=window,
             row_dims=self.row_dims,
             row_sums=row_sums or {},
             of_layer=of_layer or self.of_layer,
@@ -297,28 +309,29 @@ class Gatherer:
         """Returns one parameter unsharded, for a use beside the operands ``rest``.
 
         In a scope that shares gathers, each parameter is gathered once."""
-        shard = scope.as_filled(shard)
+        emitted = scope.emitted
+        shard = emitted.as_filled(shard)
         if shard.unsharded is not None:
             return shard.unsharded
         gathering = shard.gathering
         if gathering.narrow is not None:  # half the bytes, or less
             return gathering.narrow.widen(self.gather(gathering.narrow.shard, scope, rest))
-        if id(shard) in scope.gathered:
-            return scope.gathered[id(shard)][1]
+        if (copy := emitted.copy_of(shard)) is not None:
+            return copy
         if gathering.host:
             value = fetch_to_device(shard.value)
         else:
             value = shard.value if scope.window is None else scope.window.after(shard)
         if not gathering.host and not scope.share:
-            if id(shard) in scope.seen and scope.token is not None:
-                value, _ = lax.optimization_barrier((value, scope.token))
-            scope.seen[id(shard)] = shard
-            scope.token = next(
-                (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
+            if id(shard) in emitted.gathered and emitted.token is not None:
+                value, _ = lax.optimization_barrier((value, emitted.token))
+            emitted.gathered[id(shard)] = shard, None
+            emitted.token = next(
+                (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), emitted.token
             )
         unsharded = self.all_gather(value, shard.spec, quantized=gathering.quantized)
         if scope.share:
-            scope.gathered[id(shard)] = shard, unsharded
+            emitted.gathered[id(shard)] = shard, unsharded
         return unsharded
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -153,7 +154,7 @@ class Inserter(Scans):
         """
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = decide.decide_program(jaxpr, args, want, self, scope, self.smallest)
-        scope.used_unsharded |= decided.used_unsharded
+        scope = replace(scope, used_unsharded=scope.used_unsharded | decided.used_unsharded)
         env: dict[Atom, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
@@ -223,11 +224,11 @@ class Inserter(Scans):
             for v, o in zip(eqn.outvars, outs, strict=True)
             if v in wants
         ]
-        if scope.reduced:
-            scope.reduced[-1] += reduced
+        if scope.emitted.reduced:
+            scope.emitted.reduced[-1] += reduced
         elif any(is_sharded(gradient.spec, self.axis) for gradient in reduced):
             # A model's head. A wait for an unsharded gradient would only force its all-reduce.
-            scope.reduced.append(reduced)
+            scope.emitted.reduced.append(reduced)
         return outs
 
     def _use(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
@@ -246,7 +247,7 @@ class Inserter(Scans):
         only_shards = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
         mixes = only_shards or not self.lanes_on_axis
         use = use_of(eqn, specs, self.mesh, self.axis, mixes=mixes)
-        is_tied = self.share and not self.keep and id(shards[0]) in scope.gathered
+        is_tied = self.share and not self.keep and scope.emitted.copy_of(shards[0]) is not None
         if is_tied and (name in propagate.FORWARD or name in propagate.TAKES):
             return jaxprs.bind(eqn, self.gather_all(values, scope))  # a tied embedding's head
         if use.kind is Kind.ADDED_UP:
@@ -301,7 +302,9 @@ class Inserter(Scans):
             values = self._in_turn(values, scope)
         outs = self.run(inner, values, scope.inner(scope.row_sums), want)
         summed = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, PartialSum)]
-        scope.reduced.append([ReducedGradient(plain(o), w) for o, w in summed if w is not None])
+        scope.emitted.reduced.append(
+            [ReducedGradient(plain(o), w) for o, w in summed if w is not None]
+        )
         return outs
 
     def _in_turn(self, values: Sequence[object], scope: Scope) -> list[object]:
@@ -315,14 +318,16 @@ class Inserter(Scans):
         held = lax.optimization_barrier([plain(v) for v in inputs])
         early = [i for i, v in enumerate(inputs) if self.overlap and is_on_devices(v, self.axis)]
         others = [x for i, x in enumerate(held) if i not in early]
-        earlier = scope.token if scope.cotangent is None else scope.cotangent
-        scope.cotangent = others[-1] if others else None
+        earlier = (
+            scope.emitted.token if scope.emitted.cotangent is None else scope.emitted.cotangent
+        )
+        scope.emitted.cotangent = others[-1] if others else None
         if earlier is not None and early:
             _, *delayed = lax.optimization_barrier([earlier, *(plain(inputs[i]) for i in early)])
             for i, x in zip(early, delayed, strict=True):
                 held[i] = x
         operands = list(map(like, inputs, held))
-        done = scope.reduced[-2] if len(scope.reduced) > 1 else []
+        done = scope.emitted.reduced[-2] if len(scope.emitted.reduced) > 1 else []
         operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
@@ -363,7 +368,7 @@ class Inserter(Scans):
             for o, noted in chosen
         ]
 
-    def _within(self, eqn: Equation, scope: Scope) -> Callable[[], Scope]:
+    def _within(self, eqn: Equation, scope: Scope) -> Callable[..., Scope]:
         """Returns a constructor of the scope of a branch or an iteration. A branch or loop that
         contains a complete backward pass is a step of its own."""
         trains = decide.trains(eqn)
@@ -387,12 +392,12 @@ class Inserter(Scans):
             consts = self.gather_constants(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:
-                iteration = within()
+                window = None
                 if scope.window is not None:
-                    iteration.window = Window.of(self.mesh, self.axis, self.thresholds.ahead)
+                    window = Window.of(self.mesh, self.axis, self.thresholds.ahead)
                 with self.ledger.place(decisions.LOOP):
                     args = (*consts, *self.carried(carry, updated))
-                    return self.run(jaxpr, args, iteration, want)
+                    return self.run(jaxpr, args, within(window=window), want)
 
             return run
 

@@ -74,13 +74,13 @@ def look_up(
     if table.value.size <= _looked_up(eqn, gatherer.mesh, scope.row_dims, 1):
         return None
     delayed = table
-    if scope.rows is not None:
-        value, _ = lax.optimization_barrier((stored.value, scope.rows))
+    if scope.emitted.rows is not None:
+        value, _ = lax.optimization_barrier((stored.value, scope.emitted.rows))
         delayed = stored.with_value(value)
     unsharded = gatherer.gather(delayed, scope, indices).astype(table.value.dtype)
-    scope.seen[id(table)] = table
-    (scope.rows,) = jaxprs.bind(eqn, [unsharded, *indices])
-    return scope.rows
+    scope.emitted.gathered[id(table)] = table, None
+    (scope.emitted.rows,) = jaxprs.bind(eqn, [unsharded, *indices])
+    return scope.emitted.rows
 
 
 def spec_by_rows(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimensions) -> Spec | None:

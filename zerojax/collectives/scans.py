@@ -221,7 +221,7 @@ class Loop:
         self._parts: ScanParts = jaxprs.scan_parts(eqn)
         parts = self._parts
         (_, self._want), (_, self._outs) = parts.results(want), parts.results(eqn.outvars)
-        values = [scope.as_filled(v) for v in values]
+        values = [scope.emitted.as_filled(v) for v in values]
         moved = [moved_stack(x) for x in parts.operands(values)[2]]
         updated = {} if scans.lanes_on_axis else decide.find_updated(eqn, values, scans)
         known = scans.all_known(values, scope)
@@ -324,7 +324,9 @@ class Loop:
         final |= {i: Shard(final[i], spec) for i, spec in self._updated.items()}
         with scans.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
             final.update(self._summed(last.totals))
-        self._scope.filled |= {id(pair[0]): pair for pair in self._filling.filled(gathered)}
+        self._scope.emitted.gathered |= {
+            id(pair[0]): pair for pair in self._filling.filled(gathered)
+        }
         with scans.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
             finished = self._deferred.finished(last.pending)
 

@@ -83,18 +83,18 @@ class Product(NamedTuple):
         """Returns all rows of the operand that is sent. Without the constraint to the device's rows
         XLA would compute all rows on each device."""
         x = values[self.sent]
-        _, known = scope.all_rows.get(id(x), (x, None))
+        _, known = scope.emitted.all_rows.get(id(x), (x, None))
         if known is not None:
             return known
-        was_dropped = scope.all_rows.pop(id(x), None) is not None
+        was_dropped = scope.emitted.all_rows.pop(id(x), None) is not None
         source = lax.optimization_barrier((x, values[1 - self.sent]))[0] if was_dropped else x
         by_row, unsharded = self._by_row(x.shape, gatherer, scope), (None,) * x.ndim
         source = gatherer.constrain(source, by_row)
         with gatherer.ledger.gathers(source, by_row, unsharded):
             gathered = gatherer.constrain(source, unsharded)
-        scope.all_rows[id(x)] = x, gathered
+        scope.emitted.all_rows[id(x)] = x, gathered
         if not scope.share:
-            _drop_oldest(scope.all_rows, self.size)
+            _drop_oldest(scope.emitted.all_rows, self.size)
         return gathered
 
     def _by_row(self, shape: Sequence[int], gatherer: Gatherer, scope: Scope) -> Spec:
@@ -162,8 +162,9 @@ def multiply(
     if len(weights) != 1:
         return None
     (at,) = weights
-    weight = scope.as_filled(values[at])
-    is_gathered = weight.gathered is not None or id(weight) in scope.gathered
+    emitted = scope.emitted
+    weight = emitted.as_filled(values[at])
+    is_gathered = weight.gathered is not None or emitted.copy_of(weight) is not None
     if is_gathered or weight.gathering.host or weight.gathering.narrow is not None:
         return None
     product = find(eqn, at, weight.spec, gatherer)

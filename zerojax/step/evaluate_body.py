@@ -79,24 +79,16 @@ def evaluate_body(
         plain jit.
       NotImplementedError: The step continues with parameters that are updated later.
     """
-    config, body, k = setting.config, setting.body, setting.layout.accumulation
+    k, inserter = setting.layout.accumulation, setting.inserter
     batch = _in_compute_dtype(setting, batch)
-    args, kwargs = join(arrays, further)
-    shards = enter_arguments(setting.inserter, arrays, further.specs)
-
-    def trace(batch: PyTree) -> tuple[Any, PyTree]:
-        closed, shapes = _trace(setting, tx, start, batch, args, kwargs)
-        return WithShards.of(closed, shards), shapes
+    whole = batch if k == 1 else rows_together(batch)
 
     # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
-    given_batch = batch if k == 1 else rows_together(batch)
-    if setting.schedule is not None:  # jax traces shapes otherwise than the arrays of this program
-        given_batch = jax.tree.map(jaxprs.like, batch)
-    closed, shapes = trace(given_batch)
-    jaxpr = jaxprs.open_jaxpr(closed)[0]
-    body.check(jaxpr, start, shapes[0])
-    if offloads(config):
-        check_late(jaxpr, start, shapes, body.name)
+    trace = _tracing(setting, tx, start, arrays, further)
+    closed, shapes = _checked(setting, trace, start, whole)
+    # Gradients that go to host memory are sent where they are produced.
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
     closed = without_unused_gradients(closed)
     if setting.schedule is not None:
@@ -104,35 +96,78 @@ def evaluate_body(
         setting.states.warn_once(setting.schedule.advice)
 
     # Decide how the parameters that stay gathered are gathered.
-    optimizer_leaves = jax.tree.leaves((start.opt_state, start.step))
-    rest = enter_rest(setting.inserter, setting.plan, start.rest)
-    rows = jax.tree.leaves(batch)
-    given = [*params.values, *optimizer_leaves, *rest.values, *rows]
-    choices = [*params.kept, *(None for _ in optimizer_leaves), *rest.kept, *(None for _ in rows)]
-    fill = setting.inserter.overlap and k == 1
-    at = setting.layout.axis if k == 1 else 0
-    dims = [at if x.ndim > at else None for x in rows]
-    row_dims = RowDimensions.of_program(closed, [*[None] * (len(given) - len(rows)), *dims])
-    choices = gather_once.decide(closed, given, choices, setting.inserter, row_dims, fill=fill)
-    # Gradients that go to host memory are sent where they are produced.
-    specs = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
+    given, kept, dims = _arguments(setting, start, params, batch)
+    rows = RowDimensions.of_program(closed, dims)
+    fill = inserter.overlap and k == 1
+    kept = gather_once.decide(closed, given, kept, inserter, rows, fill=fill)
 
     # Emit the step with its collectives.
-    given = gather_once.gather(given, choices, setting.inserter)
+    given = gather_once.gather(given, kept, inserter)
     if k > 1:
-        several = given_batch if setting.function.form.several else ()
-        roles = roles_of(body.name, start, batch, shapes, several)
-        outs = _micro_batches(setting, trace, closed, batch, roles, specs)(given, replace)
+        several = whole if setting.function.form.several else ()
+        roles = roles_of(setting.body.name, start, batch, shapes, several)
+        outs = _micro_batches(setting, trace, closed, batch, roles, want)(given, replace)
     else:
-        outs = setting.inserter(closed, given, replace, specs, host, row_dims)
+        outs = inserter(closed, given, replace, want, host, rows)
     _warn_of_unquantized(setting)
+    return _results(outs, shapes)
+
+
+def _tracing(
+    setting: StepSetting,
+    tx: optax.GradientTransformationExtraArgs,
+    start: Parts,
+    arrays: list[jax.Array],
+    further: Static,
+) -> Trace:
+    """Returns a function that traces the step on a batch."""
+    args, kwargs = join(arrays, further)
+    shards = enter_arguments(setting.inserter, arrays, further.specs)
+
+    def trace(batch: PyTree) -> tuple[Any, PyTree]:
+        closed, shapes = _trace(setting, tx, start, batch, args, kwargs)
+        return WithShards.of(closed, shards), shapes
+
+    return trace
+
+
+def _checked(
+    setting: StepSetting, trace: Trace, start: Parts, batch: PyTree
+) -> tuple[Any, tuple[Parts, PyTree]]:
+    """Returns the step's trace on the global batch, and the shapes of its results; raises the
+    errors of :func:`evaluate_body`."""
+    if setting.schedule is not None:  # jax traces shapes otherwise than the arrays of this program
+        batch = jax.tree.map(jaxprs.like, batch)
+    closed, shapes = trace(batch)
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    setting.body.check(jaxpr, start, shapes[0])
+    if offloads(setting.config):
+        check_late(jaxpr, start, shapes, setting.body.name)
+    return closed, shapes
+
+
+def _arguments(
+    setting: StepSetting, start: Parts, params: BodyArrays, batch: PyTree
+) -> tuple[list[Any], list[gather_once.KeptGather | None], list[int | None]]:
+    """Returns the arguments of the step's trace, how each is gathered if it is kept, as far as the
+    plan says, and the dimension of the batch's rows in each."""
+    rest = enter_rest(setting.inserter, setting.plan, start.rest)
+    optimizer, rows = jax.tree.leaves((start.opt_state, start.step)), jax.tree.leaves(batch)
+    at = setting.layout.axis if setting.layout.accumulation == 1 else 0
+    values = [*params.values, *optimizer, *rest.values, *rows]
+    kept = [*params.kept, *(None for _ in optimizer), *rest.kept, *(None for _ in rows)]
+    dims = [at if x.ndim > at else None for x in rows]
+    return values, kept, [*[None] * (len(values) - len(rows)), *dims]
+
+
+def _results(outs: Sequence[Any], shapes: tuple[Parts, PyTree]) -> tuple[Parts, PyTree]:
+    """Returns the step's results; one may be a Python number, which no equation computes."""
     leaves, structure = jax.tree.flatten(shapes)
-    # A result may be a Python number, which no equation computes.
-    outs = [
+    arrays = [
         jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x
         for x, like in zip(outs, leaves, strict=True)
     ]
-    results: tuple[Parts, PyTree] = jax.tree.unflatten(structure, outs)
+    results: tuple[Parts, PyTree] = jax.tree.unflatten(structure, arrays)
     return results
 
 

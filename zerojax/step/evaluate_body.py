@@ -90,7 +90,6 @@ def evaluate_body(
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
-    closed = without_unused_gradients(closed)
     if setting.schedule is not None:
         closed = _pipelined(setting, setting.schedule, trace, closed, start, batch, shapes)
         setting.states.warn_once(setting.schedule.advice)
@@ -126,7 +125,7 @@ def _tracing(
 
     def trace(batch: PyTree) -> tuple[Any, PyTree]:
         closed, shapes = _trace(setting, tx, start, batch, args, kwargs)
-        return WithShards.of(closed, shards), shapes
+        return WithShards.of(without_unused_gradients(closed), shards), shapes
 
     return trace
 
@@ -229,7 +228,7 @@ def _micro_batches(
     # A lane's quantized gradients are not sums.
     without_lanes = config.offload_param or (sharded and config.zero_quantized_gradients)
     return MicroBatches(
-        _with_used_gradients(trace),
+        trace,
         closed,
         batch,
         roles,
@@ -242,16 +241,6 @@ def _micro_batches(
         lanes=None if without_lanes else Lanes.of(setting.plan.mesh, sharded=sharded),
         dtype=DTYPES[config.grad_accum_dtype],
     )
-
-
-def _with_used_gradients(trace: Trace) -> Trace:
-    """Returns a function that traces a step without the gradients that its update does not use."""
-
-    def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:
-        closed, shapes = trace(batch)
-        return without_unused_gradients(closed), shapes
-
-    return trace_used
 
 
 def _pipelined(
@@ -272,7 +261,7 @@ def _pipelined(
     stages = [*staged(setting.plan.compute), *between, *staged(setting.plan.leaves["rest"])]
     roles = roles_of(setting.body.name, start, batch, shapes)
     dtype = DTYPES[setting.config.grad_accum_dtype]
-    pipeline = Pipeline(closed, _with_used_gradients(trace), batch, roles, stages, schedule, dtype)
+    pipeline = Pipeline(closed, trace, batch, roles, stages, schedule, dtype)
     return WithShards(*pipeline.traced())
 
 

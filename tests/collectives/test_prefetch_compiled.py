@@ -33,7 +33,7 @@ class Span(NamedTuple):
       loop: The name of the loop's body, or of the program.
       times: Its runs in a step.
       bytes: Of what it moves, whole.
-      products: Between start and done.
+      products: Between start and done; none if XLA runs the collective as a blocking operation.
       of: In the whole body.
     """
 
@@ -68,7 +68,9 @@ def spans(text: str) -> list[Span]:
         start = body.position[each.name]
         done = max(body.position[user.name] for user in body.users[each.name])
         at = [i for i, one in enumerate(body.instructions) if multiplies(program, one)]
-        between = sum(start < i < done for i in at)
+        own = body.instructions[start]
+        waits = own.opcode == own.operation or '"is_sync":true' in own.attributes
+        between = 0 if waits else sum(start < i < done for i in at)
         moved = each.times, each.payload_bytes
         found.append(Span(each.kind, each.computation, *moved, between, len(at)))
     return found

@@ -35,6 +35,7 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
         ("replica_groups=mesh['data'=4,'model'=2] {'model'}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
         ("replica_groups=mesh['a'=8] {'a':(2)4}", HALVES),
+        ("replica_groups=mesh['a:(1)2'=2,'a:(2)4'=4] {'a:(2)4'}", HALVES),
         ("replica_groups=mesh['a'=8] {'a':(1)4}", ((0, 2, 4, 6), (1, 3, 5, 7))),
         ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", HALVES),
         ("replica_groups=mesh['a'=2,'b'=4], device_ids=(4,5,6,7,0,1,2,3) {'b'}", HALVES[::-1]),

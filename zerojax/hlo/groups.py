@@ -60,11 +60,11 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 @functools.lru_cache(maxsize=256)
 def _along(axes: str, ids: str | None, order: str | None, listed: str | None, named: str) -> Groups:
     """Returns the groups along axes of a mesh, where ``'a':(2)4`` is the middle of 2 x 4 x rest."""
-    sizes = {name: int(size) for name, size in re.findall(r"([\w.]+)['\"]?=(\d+)", axes)}
+    sizes = {name: int(size) for name, size in re.findall(r"['\"]?([^'\",]+)['\"]?=(\d+)", axes)}
     numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     coordinates = dict(zip(sizes, np.indices(numbers.shape), strict=True))
     member_index, group_base = np.zeros_like(numbers), numbers.copy()
-    for name, before, part in re.findall(r"['\"]([\w.]+)['\"](?::\((\d+)\)(\d+))?", named):
+    for name, before, part in re.findall(r"['\"]([^'\"]+)['\"](?::\((\d+)\)(\d+))?", named):
         size = int(part or sizes[name])
         step = sizes[name] // (int(before or 1) * size)
         digit = coordinates[name] // step % size

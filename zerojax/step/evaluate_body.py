@@ -85,9 +85,13 @@ def evaluate_body(
 
     # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
     trace = _tracing(setting, tx, start, arrays, further)
-    closed, shapes = _checked(setting, trace, start, whole)
-    # Gradients that go to host memory are sent where they are produced.
+    # JAX traces shapes otherwise than the arrays of this program.
+    closed, shapes = trace(whole if setting.schedule is None else jax.tree.map(jaxprs.like, whole))
     jaxpr, _ = jaxprs.open_jaxpr(closed)
+    setting.body.check(jaxpr, start, shapes[0])
+    if offloads(setting.config):
+        check_late(jaxpr, start, shapes, setting.body.name)
+    # Gradients that go to host memory are sent where they are produced.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
     if setting.schedule is not None:
@@ -130,24 +134,9 @@ def _tracing(
     return trace
 
 
-def _checked(
-    setting: StepSetting, trace: Trace, start: Parts, batch: PyTree
-) -> tuple[Any, tuple[Parts, PyTree]]:
-    """Returns the step's trace on the global batch, and the shapes of its results; raises the
-    errors of :func:`evaluate_body`."""
-    if setting.schedule is not None:  # jax traces shapes otherwise than the arrays of this program
-        batch = jax.tree.map(jaxprs.like, batch)
-    closed, shapes = trace(batch)
-    jaxpr, _ = jaxprs.open_jaxpr(closed)
-    setting.body.check(jaxpr, start, shapes[0])
-    if offloads(setting.config):
-        check_late(jaxpr, start, shapes, setting.body.name)
-    return closed, shapes
-
-
 def _arguments(
     setting: StepSetting, start: Parts, params: BodyArrays, batch: PyTree
-) -> tuple[list[Any], list[gather_once.KeptGather | None], list[int | None]]:
+) -> tuple[list[object], list[gather_once.KeptGather | None], list[int | None]]:
     """Returns the arguments of the step's trace, how each is gathered if it is kept, as far as the
     plan says, and the dimension of the batch's rows in each."""
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
@@ -159,7 +148,7 @@ def _arguments(
     return values, kept, [*[None] * (len(values) - len(rows)), *dims]
 
 
-def _results(outs: Sequence[Any], shapes: tuple[Parts, PyTree]) -> tuple[Parts, PyTree]:
+def _results(outs: Sequence[object], shapes: tuple[Parts, PyTree]) -> tuple[Parts, PyTree]:
     """Returns the step's results; one may be a Python number, which no equation computes."""
     leaves, structure = jax.tree.flatten(shapes)
     arrays = [
@@ -251,7 +240,7 @@ def _pipelined(
     start: Parts,
     batch: PyTree,
     shapes: tuple[Parts, PyTree],
-) -> WithShards:
+) -> Any:
     """Replaces the step's loops over layers by pipelines."""
 
     def staged(leaves: Sequence[Leaf]) -> list[bool]:

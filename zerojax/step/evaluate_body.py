@@ -94,6 +94,7 @@ def evaluate_body(
     # Gradients that go to host memory are sent where they are produced.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
+    closed, trace = without_unused_gradients(closed), _with_used_gradients(trace)
     if setting.schedule is not None:
         closed = _pipelined(setting, setting.schedule, trace, closed, start, batch, shapes)
         setting.states.warn_once(setting.schedule.advice)
@@ -129,7 +130,7 @@ def _tracing(
 
     def trace(batch: PyTree) -> tuple[Any, PyTree]:
         closed, shapes = _trace(setting, tx, start, batch, args, kwargs)
-        return WithShards.of(without_unused_gradients(closed), shards), shapes
+        return WithShards.of(closed, shards), shapes
 
     return trace
 
@@ -230,6 +231,16 @@ def _micro_batches(
         lanes=None if without_lanes else Lanes.of(setting.plan.mesh, sharded=sharded),
         dtype=DTYPES[config.grad_accum_dtype],
     )
+
+
+def _with_used_gradients(trace: Trace) -> Trace:
+    """Returns a function that traces a step without the gradients that its update does not use."""
+
+    def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:
+        closed, shapes = trace(batch)
+        return without_unused_gradients(closed), shapes
+
+    return trace_used
 
 
 def _pipelined(

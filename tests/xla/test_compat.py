@@ -1,6 +1,7 @@
 """What jax keeps to itself stands where this version of it has it."""
 
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -102,3 +103,25 @@ def test_a_program_is_compiled_for_devices_that_do_not_exist() -> None:
     assert isinstance(lowered, compat.LoweredFor)
     assert lowered._lowering.compile_args["backend"] is mesh.devices.flat[0].client
     assert "fusion" in lowered.compile().as_text()
+
+
+def test_calls_find_room_for_frames_at_any_depth() -> None:
+    """Counts the pages that calls map, each of which CPython unmaps when the call returns."""
+
+    def nested(depth: int, function: Any) -> Any:
+        return function() if depth == 0 else nested(depth - 1, function)
+
+    def pages(call: Any) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for _ in range(300):
+            call()
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    def most_pages(measured: Any) -> int:
+        return max(nested(depth, measured) for depth in range(0, 200, 10))
+
+    def calls() -> int:
+        return pages(lambda: nested(20, int))
+
+    assert most_pages(calls) >= 300
+    assert most_pages(compat.with_large_stack(calls)) < 300

@@ -137,6 +137,7 @@ class GradientProgram:
             opt_state=self._update.numbers(parts.opt_state),
         )
 
+    @compat.with_large_stack
     @seldom_collected()
     def _run(
         self, parts: Parts, batch: PyTree, arrays: list[jax.Array], further: Static

@@ -7,6 +7,7 @@ copies of the parameters, only one of which has gradients.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import optax
@@ -41,7 +42,7 @@ def to_shards(plan: Plan) -> Constrain:
         name = jax.tree_util.keystr(path)
         of_path = [known[name]] if name in known else []
         ending = (each[1:] for each in leaves if each[0].endswith(name))
-        for shape, sharding in (*of_path, *ending):
+        for shape, sharding in itertools.chain(of_path, ending):
             if tuple(x.shape) == tuple(shape):
                 return lax.with_sharding_constraint(x, sharding)
         return x

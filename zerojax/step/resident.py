@@ -65,6 +65,7 @@ class ResidentStep:
         """See :meth:`StepProgram.recompute`."""
         self._jitted.recompute()
 
+    @compat.with_large_stack
     @seldom_collected()
     def _step(
         self, flat: FlatParts, batch: PyTree, arrays: list[jax.Array], further: Static

@@ -191,6 +191,23 @@ def frames(thread: int | None = None) -> Iterator[FrameType]:
             frame = frame.f_back
 
 
+def with_large_stack(function: F) -> F:
+    """Returns a function whose calls find room for many frames on Python's stack.
+
+    CPython stores frames in chunks of 16 KB. Where the calls of a loop cross the end of a chunk,
+    each call maps the next chunk and unmaps it again, and a trace takes up to 60% longer, at depths
+    that nobody chooses. The frame of ``call`` asks for half a megabyte, and gets a chunk of twice
+    that size, which has room for the deeper frames; the system allots no memory to pages that no
+    frame touches.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=2**16)
+    return cast(F, functools.wraps(function)(call))
+
+
 def before_the_end(act: Callable[[], None]) -> None:
     """Registers a function to call at the end of the program, while executors still accept work.
 

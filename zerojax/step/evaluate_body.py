@@ -151,12 +151,11 @@ def _arguments(
 
 def _results(outs: Sequence[object], shapes: tuple[Parts, PyTree]) -> tuple[Parts, PyTree]:
     """Returns the step's results; one may be a Python number, which no equation computes."""
-    leaves, structure = jax.tree.flatten(shapes)
-    arrays = [
-        jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x
-        for x, like in zip(outs, leaves, strict=True)
-    ]
-    results: tuple[Parts, PyTree] = jax.tree.unflatten(structure, arrays)
+    results: tuple[Parts, PyTree] = jax.tree.map(
+        lambda like, x: jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x,
+        shapes,
+        jax.tree.unflatten(jax.tree.structure(shapes), outs),
+    )
     return results
 
 

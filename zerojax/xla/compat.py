@@ -196,9 +196,9 @@ def with_large_stack(function: F) -> F:
 
     CPython stores frames in chunks of 16 KB. Where the calls of a loop cross the end of a chunk,
     each call maps the next chunk and unmaps it again, and a trace takes up to a quarter longer, at
-    depths that nobody chooses. The frame of ``call`` asks for half a megabyte, and gets a chunk of twice
-    that size, which has room for the deeper frames; the system allots no memory to pages that no
-    frame touches.
+    depths that nobody chooses. The frame of ``call`` asks for half a megabyte, and gets a chunk of
+    twice that size, which has room for the deeper frames; the system allots no memory to pages that
+    no frame touches.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -250,7 +250,7 @@ class Inserter(Scans):
         is_tied = self.share and not self.keep and scope.emitted.copy_of(shards[0]) is not None
         if is_tied and (name in propagate.FORWARD or name in propagate.TAKES):
             return jaxprs.bind(eqn, self.gather_all(values, scope))  # a tied embedding's head
-        if use.kind is Kind.ADDED_UP:
+        if use.kind is Kind.REDUCED:
             return jaxprs.bind(eqn, [plain(v) for v in values])
         if use.kind is Kind.ON_SHARDS:
             return self._on_shards(eqn, values, use.spec)
@@ -318,16 +318,15 @@ class Inserter(Scans):
         held = lax.optimization_barrier([plain(v) for v in inputs])
         early = [i for i, v in enumerate(inputs) if self.overlap and is_on_devices(v, self.axis)]
         others = [x for i, x in enumerate(held) if i not in early]
-        earlier = (
-            scope.emitted.token if scope.emitted.cotangent is None else scope.emitted.cotangent
-        )
-        scope.emitted.cotangent = others[-1] if others else None
+        emitted = scope.emitted
+        earlier = emitted.token if emitted.cotangent is None else emitted.cotangent
+        emitted.cotangent = others[-1] if others else None
         if earlier is not None and early:
             _, *delayed = lax.optimization_barrier([earlier, *(plain(inputs[i]) for i in early)])
             for i, x in zip(early, delayed, strict=True):
                 held[i] = x
         operands = list(map(like, inputs, held))
-        done = scope.emitted.reduced[-2] if len(scope.emitted.reduced) > 1 else []
+        done = emitted.reduced[-2] if len(emitted.reduced) > 1 else []
         operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]

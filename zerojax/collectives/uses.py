@@ -39,13 +39,13 @@ class Kind(enum.Enum):
 
     Attributes:
       ON_SHARDS: Each device computes its shard of the result.
-      ADDED_UP: The result is one of all devices' shards, which XLA adds up, or compares.
+      REDUCED: Each device reduces its shards, and XLA combines the results.
       UNCHANGED: The results are the operands, and stay as they are.
       UNSHARDED: The equation needs them unsharded, unless rows or products of them are sent.
     """
 
     ON_SHARDS = enum.auto()
-    ADDED_UP = enum.auto()
+    REDUCED = enum.auto()
     UNCHANGED = enum.auto()
     UNSHARDED = enum.auto()
 
@@ -85,7 +85,7 @@ def use_of(
         return Use(Kind.ON_SHARDS, spec)
     is_dot_product = mixes and propagate.adds_up(eqn) and len({spec for spec, _ in shards}) == 1
     if name in REDUCTIONS or is_dot_product:
-        return Use(Kind.ADDED_UP)
+        return Use(Kind.REDUCED)
     if first is not None and (moved := propagate.forward(eqn, first, mesh)):
         return Use(Kind.ON_SHARDS, moved)
     if eqn.primitive is prims.sharding_constraint_p:
@@ -156,20 +156,21 @@ class Uses:
         if self._surely and self._is_unsure(eqn, i, spec):
             return _NONE
         if eqn.primitive is prims.cond_p and self._varies is not None:
-            bodies = [region.jaxpr for region in regions(eqn)]
-            found = (self._dtypes(x, x.invars[i - 1], spec, lambda *_: own_dtype) for x in bodies)
+            branches = [(region.jaxpr, region.argument(i)) for region in regions(eqn)]
+            found = (self._dtypes(*each, spec, lambda *_: own_dtype) for each in branches)
             return _NONE.union(*found)
         specs = [spec if at == i else None for at in range(len(eqn.invars))]
         use = use_of(eqn, specs, self._mesh, self._axis)
         if use.kind is Kind.UNCHANGED:
             return of_result(i, spec)
         if use.kind is not Kind.ON_SHARDS:
-            return _NONE if use.kind is Kind.ADDED_UP else own_dtype
+            return _NONE if use.kind is Kind.REDUCED else own_dtype
         if propagate.follows(eqn):
             return _NONE if self._is_layer(eqn) else of_result(0, use.spec)
-        is_computed = eqn.primitive.name != CAST
-        if is_computed or (self._varies is None and widens_integers(eqn)):
-            return _NONE if is_computed and self._varies is None else own_dtype
+        if eqn.primitive.name != CAST:  # the result is gathered, but not in each iteration
+            return _NONE if self._varies is None else own_dtype
+        if self._varies is None and widens_integers(eqn):
+            return own_dtype
         return _of_cast(v, eqn.outvars[0], of_result(0, spec))
 
     def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:

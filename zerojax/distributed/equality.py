@@ -81,7 +81,8 @@ def require_same_values(
 
     Args:
       name: Name of the values' owner, for messages.
-      values: Values by name; only numbers, host arrays and fully addressable arrays are compared.
+      values: Values by name; only numbers, texts, host arrays and fully addressable arrays are
+        compared.
       remedy: The end of the message.
 
     Raises:
@@ -100,7 +101,7 @@ def require_same_values(
 
 
 def descriptions(values: Mapping[str, object]) -> dict[str, str]:
-    """Describes numbers, host arrays and fully addressable arrays; equal ones are described
+    """Describes numbers, texts, host arrays and fully addressable arrays; equal ones are described
     equally."""
     return {key: _digest(x) for key, x in values.items() if _is_own(x)}
 

@@ -92,13 +92,13 @@ class Lockstep:
         return TICK
 
     def _read(self) -> None:
-        """Describes the arrays of calls, as far as the devices have computed them."""
+        """Describes the values of calls, as far as the devices have computed them."""
         while self._unread:
-            number, arrays = self._unread[0]
+            number, values = self._unread[0]
             try:
-                if not are_computed(arrays.values()):
+                if not are_computed(values.values()):
                     return
-                self._values.append((number, descriptions(arrays)))
+                self._values.append((number, descriptions(values)))
             except RuntimeError:  # deleted meanwhile, or the computation failed
                 pass
             self._unread.popleft()

@@ -103,7 +103,7 @@ def judged(difference: Difference, outcome: Outcome) -> tuple[str, str]:
     said = re.sub(r"\s*\n\[\d\]\s*", " ", said)
     said = re.split(r" ----| Traceback| zerojax\.|\n", said)[0][:SHOWN]
     slow = f"{outcome.seconds:.0f} s" if outcome.seconds > MOST else ""
-    return said, slow
+    return f"`{said}`", slow  # as code: a page reads `['params']['bias']` as a link
 
 
 @question(

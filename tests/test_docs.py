@@ -223,6 +223,13 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     assert [path for path in local if path and not (page.parent / path).exists()] == []
 
 
+def test_leaf_paths_in_records_are_code() -> None:
+    """Outside code, the site reads ``['params']['bias']`` as a link to a name it does not have."""
+    records = (ROOT / "benchmarks/records").glob("*.md")
+    prose = {page.name: re.sub(r"`[^`]*`", "", page.read_text()) for page in records}
+    assert [name for name, text in prose.items() if "][" in text] == []
+
+
 def app_of(module: str) -> Any:
     """The typer application that ``python -m module`` runs."""
     spec = importlib.util.find_spec(module)

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import order, propagate
+from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
 from zerojax.collectives.prefetch import LEAST
-from zerojax.collectives.reduction import pin_to_devices
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.rows import RowDimensions
@@ -73,19 +72,6 @@ class DeferredReductions:
         shards filled with zeros."""
         avals = [self._stacks[i].aval for i in self._sums]
         return [(None, jnp.zeros(aval.shape, aval.dtype)) for aval in avals]
-
-    def hold(self, given: list[Pending], gathered: jax.Array | None) -> list[Pending]:
-        """Delays the smallest of the pending partial sums until the array ``gathered``
-        exists. XLA combines one layer's reductions, so that all of them wait."""
-        pending = {i: parts for i, (parts, _) in enumerate(given) if parts is not None}
-        if gathered is None or not pending:
-            return given
-        at = min(pending, key=lambda i: pending[i].size)
-        (held,) = order.hold_largest([pending[at]], gathered)
-        return [
-            (pin_to_devices(held, self._gatherer), stack) if i == at else (parts, stack)
-            for i, (parts, stack) in enumerate(given)
-        ]
 
     def reduced(self, given: Sequence[Pending]) -> list[ReducedGradient | None]:
         """Reduces the partial sums of the previous iteration to gradients; None where there are

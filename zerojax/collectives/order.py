@@ -27,7 +27,7 @@ def hold_until(
 ) -> list[Shard | jax.Array]:
     """Returns ``values``, some of which depend on the gradients ``done``.
 
-    A sharded parameter waits for a gradient of the same shape, dtype and spec, which costs no
+    A sharded parameter waits for a gradient of the same shape and spec, which costs no
     communication. The first sharded parameter waits for all other gradients; if there is no such
     parameter, the last floating array, which is a cotangent, does. Those waits cost an all-reduce
     of one bit.
@@ -79,7 +79,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _alike(v: Shard, g: ReducedGradient) -> bool:
-    return (v.value.shape, v.value.dtype, v.spec) == (g.value.shape, g.value.dtype, g.spec)
+    return (v.value.shape, v.spec) == (g.value.shape, g.spec)
 
 
 def _element(x: jax.Array) -> jax.Array:

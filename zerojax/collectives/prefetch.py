@@ -21,7 +21,7 @@ from jax import lax
 from zerojax.collectives import decisions, order, residuals
 from zerojax.collectives.gathering import Gatherer, is_on_devices
 from zerojax.collectives.host import entry, on_host
-from zerojax.collectives.shard import HostStack, Shard
+from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.uses import Uses
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
@@ -60,22 +60,33 @@ class PrefetchedStacks:
         length, step = self._loop.length, self._loop.order.step
         return jnp.clip(jnp.arange(length) + step, 0, length - 1)
 
-    def read(self, index: jax.Array | int) -> list[jax.Array]:
-        """Fetches or gathers the entries at ``index`` of the stacks that are read ahead."""
+    def read(self, index: jax.Array | int, done: Sequence[ReducedGradient] = ()) -> list[jax.Array]:
+        """Fetches or gathers the entries at ``index`` of the stacks that are read ahead.
+
+        The gathers wait for the largest of the gradients ``done``, which the same iteration
+        reduces. XLA's scheduler overlaps the reductions with the first products then, and the
+        gathers with the last ones. Otherwise it may run one kind where nothing is left to overlap.
+        """
         fetched = [self._fetched(x, index) for x in self._xs if on_host(x)]
-        gathered = (self._gathered(self._xs[i], d, index) for i, d in self._dtypes.items())
-        return [*fetched, *gathered]
+        shards = [self._entry(self._xs[i], dtype, index) for i, dtype in self._dtypes.items()]
+        size = max((gradient.value.size for gradient in done), default=0)
+        largest = [gradient for gradient in done if gradient.value.size == size]
+        held = order.hold_until(shards, largest, self._gatherer.constrain)
+        return [*fetched, *(self._gathered(x) for x in held if isinstance(x, Shard))]
 
     def _fetched(self, x: Shard | HostStack, index: jax.Array | int) -> jax.Array:
         value = entry(x.value, index)
         spec = None if isinstance(x, HostStack) else x.spec[1:]
         return value if spec is None else self._gatherer.constrain(value, spec)
 
-    def _gathered(self, x: Shard, dtype: jnp.dtype, index: jax.Array | int) -> jax.Array:
-        shard = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
-        shard = self._gatherer.constrain(shard, x.spec[1:])
-        quantized = x.gathering.quantized
-        return self._gatherer.all_gather(shard.astype(dtype), x.spec[1:], quantized=quantized)
+    def _entry(self, x: Shard, dtype: jnp.dtype, index: jax.Array | int) -> Shard:
+        value = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
+        value = self._gatherer.constrain(value, x.spec[1:]).astype(dtype)
+        return Shard(value, x.spec[1:], gathering=x.gathering)
+
+    def _gathered(self, shard: Shard) -> jax.Array:
+        quantized = shard.gathering.quantized
+        return self._gatherer.all_gather(shard.value, shard.spec, quantized=quantized)
 
     def first(self) -> list[jax.Array]:
         """Reads the entries that the first iteration needs."""
@@ -106,21 +117,15 @@ class PrefetchedStacks:
         return zip(self._dtypes, come[len(come) - len(self._dtypes) :], strict=True)
 
     def hold(self, carry: list[jax.Array], coming: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the carried values of an iteration. If a rematerialised block runs again in the
-        loop, the largest of them, the cotangents, wait for the gathered arrays: XLA then overlaps
-        the gather with the block's forward pass. Otherwise the gather would come after all
-        reduce-scatters, with nothing left to overlap."""
-        last = self.last(coming) if self._holds else None
-        return carry if last is None else order.hold_largest(carry, last)
-
-    def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
-        """Returns the last gathered array that is unsharded on every device; None if there is
-        none."""
-        if not coming:
-            return None
+        """Returns the carried values of an iteration that reduces no gradients. If a rematerialised
+        block runs again in the loop, the largest of them, the cotangents, wait for the gathered
+        arrays: XLA then overlaps the gather with the block's forward pass. Otherwise the gather
+        would come after all reduce-scatters, with nothing left to overlap."""
+        if not coming or not self._holds:
+            return carry
         axis, gathered = self._gatherer.axis, self._gathered_arrays(coming)
         replicated = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
-        return replicated[-1] if replicated else None
+        return order.hold_largest(carry, replicated[-1]) if replicated else carry
 
 
 def decide(

@@ -275,14 +275,15 @@ class Loop:
         """Runs one iteration; a last one outside the loop reads nothing ahead."""
         scans, decided, updated = self._scans, self._decided, self._updated
         prefetched, deferred = self._prefetched, self._deferred
-        with scans.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
-            coming = [] if last or at.next is None else prefetched.read(at.next)
         with scans.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
-            reduced = deferred.reduced(deferred.hold(state.pending, prefetched.last(coming)))
+            reduced = deferred.reduced(state.pending)
+        done = [x for x in reduced if x is not None]
+        with scans.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
+            coming = [] if last or at.next is None else prefetched.read(at.next, done)
         merged = prefetched.merged(state.coming, at.sliced)
         unsharded = prefetched.unsharded(state.coming)
         sliced = self._stacks.operands(merged, at.rounded, unsharded)
-        held = prefetched.hold(state.values, coming)
+        held = state.values if done else prefetched.hold(state.values, coming)
         current = dict(zip(decided.carried, held, strict=True))
         carried = scans.carried([current.get(i) for i in range(self._parts.carry)], updated)
         # An iteration that updates the state is a separate step.

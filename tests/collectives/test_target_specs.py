@@ -12,6 +12,7 @@ from jaxprs import abstract, the
 
 import zerojax
 from zerojax.collectives import target_specs
+from zerojax.graph.reach import dependent
 from zerojax.trace.marks import GRADIENT
 from zerojax.xla import jaxprs
 
@@ -70,3 +71,18 @@ def test_a_gradients_own_constraint_has_the_axes_that_zero_takes_as_one() -> Non
     jaxpr = jax.make_jaxpr(step)(jnp.ones((8, 8))).jaxpr
     wants = target_specs.trace_back(jaxpr, [None], mesh)
     assert wants[jaxpr.eqns[0].outvars[0]] == (None, "data+seq")
+
+
+def test_a_gradient_is_reduced_unless_its_target_ends_at_an_argument_or_a_choice() -> None:
+    def program(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        product = x.T @ x
+        chosen = jax.lax.cond(w[0, 0] > 0, lambda: product, lambda: 2 * product)
+        return jnp.tanh(product) + w, chosen, jnp.clip(product, -1, 1), product.T + chosen
+
+    jaxpr, _ = jaxprs.open_jaxpr(jax.make_jaxpr(program)(*abstract((8, 8), (8, 8))))
+    by_rows = dependent(jaxpr, [True, False])
+    found = [
+        target_specs.is_reduced(jaxpr, v, ("data", None), MESH, lambda v: by_rows.get(v, False))
+        for v in jaxpr.outvars
+    ]
+    assert found == [True, False, False, False]

@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 import zerojax
-from zerojax.accumulation.lines import where
 from zerojax.graph.search import equations
 from zerojax.xla import hijax, jaxprs
+from zerojax.xla.lines import where
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

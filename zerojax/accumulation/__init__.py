@@ -12,7 +12,6 @@ micro-batch by micro-batch. In the order of the work:
 - ``roles``: the results that each micro-batch computes, and the state that it passes to the next.
 - ``split``: the programs that run per micro-batch and once.
 - ``lanes``: micro-batches side by side, one per device.
-- ``lines``: the user's line of an equation, for the messages of all rooms.
 
 :mod:`zerojax.evaluation.rows` splits functions of a batch with the same modules.
 """

@@ -32,11 +32,11 @@ from zerojax.accumulation.kinds import (
     mixed,
     together,
 )
-from zerojax.accumulation.lines import line, where
 from zerojax.accumulation.symbolic import Symbolic, growing, grows, is_symbolic
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
 from zerojax.xla.jaxprs import ScanParts
+from zerojax.xla.lines import line, where
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
-from zerojax.accumulation.lines import where
 from zerojax.accumulation.row_rules import RULES
 from zerojax.accumulation.sum_rules import reduced
 from zerojax.accumulation.symbolic import Size, Symbolic, growing, grows
 from zerojax.graph.primitives import ADDS, CALLBACKS, KERNELS, SCATTER_ADDS, ZERO_STAYS
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import where
 from zerojax.xla.types import Atom, Equation
 
 MIXES = "combines rows of the batch with each other"

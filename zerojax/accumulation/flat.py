@@ -1,7 +1,6 @@
 """A traced step as one list of equations: calls are inlined, loops and checkpoints are not.
 
-The list can be cut into programs, unlike :class:`zerojax.graph.operations.Program`, which enters
-loops too and is only read.
+The list can be cut into programs.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.accumulation.lines import line
 from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains, runs_regions
 from zerojax.trace.dependence import unchanged
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import line
 from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, SourceInfo, Traceback
 
 _SMALL = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from zerojax.accumulation.equation_analysis import UNDIVIDED
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.instances import global_instance
 from zerojax.accumulation.lanes import Lanes, rows_of_all
-from zerojax.accumulation.lines import raised_at
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.roles import (
@@ -29,15 +27,18 @@ from zerojax.accumulation.split import ByPart, Crossing, Split, split
 from zerojax.accumulation.symbolic import Symbolic, TracedRows, UnevenError
 from zerojax.accumulation.traces import symbolic_program
 from zerojax.collectives import Inserter, Shard, target_specs
-from zerojax.collectives.decisions import AFTER_LOOP
+from zerojax.collectives.decisions import AFTER_LOOP, SUMMED_FIRST
 from zerojax.collectives.gathering import Replacements, plain
 from zerojax.collectives.reduction import add_up, is_quantized, of_all
 from zerojax.devices.mesh import REPLICA
+from zerojax.graph.def_use import graph_of
+from zerojax.graph.primitives import ELEMENTWISE, MOVES_OR_ROUNDS
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Aval, PyTree
+from zerojax.xla.lines import raised_at
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, PyTree
 
 Trace = Callable[[PyTree], tuple[AnyJaxpr, PyTree]]
 """Function from a batch to the jaxpr of the step, and the shapes of its results."""
@@ -289,15 +290,17 @@ class MicroBatches:
         zeros = [self._zero(split.crossing[i], split.micro.outvars[i].aval) for i in adding]
         start = [plain(args[i]) for i in split.carry], zeros
         xs = [args[i] for i in rows]
-        (_, sums), (combined, others) = lax.scan(micro, start, xs, length=self._k)
+        traced = inserter.ledger.last_trace(micro)
+        with inserter.ledger.repeats(self._k):
+            (_, sums), (combined, others) = lax.scan(traced, start, xs, length=self._k)
         # The reductions over all micro-batches, in the order of `split.crossing`.
         totals, series = iter(sums), iter(combined)
         axes = (0,) if self.lanes is None else (0, 1)
         crossing = [
-            self._finished(x, next(totals))
+            self._finished(x, next(totals), v)
             if x.how == "sum"
             else REDUCTIONS[x.how].over(next(series), axes)
-            for x in split.crossing
+            for x, v in zip(split.crossing, split.micro.outvars, strict=False)
         ]
         return crossing, others
 
@@ -339,23 +342,21 @@ class MicroBatches:
             return self.lanes.constrain(value, x.spec)
         return value if x.spec is None else self._inserter.constrain(value, x.spec)
 
-    def _finished(self, x: Crossing, total: jax.Array) -> jax.Array:
-        dtype = x.variable.aval.dtype
-        if self.lanes is not None:
-            total = self._reduced(x, total)
-        elif x.spec is not None:
-            with self._put_off(x, total):
+    def _finished(self, x: Crossing, total: jax.Array, v: Atom) -> jax.Array:
+        """Returns the sum over all micro-batches of their results ``v``."""
+        dtype, ledger = x.variable.aval.dtype, self._inserter.ledger
+        graph = graph_of(self._split.micro)
+        with ledger.at(graph.producer(graph.origin(v, ELEMENTWISE | MOVES_OR_ROUNDS))):
+            if self.lanes is not None:
+                total = self._reduced(x, total)
+            elif x.spec is not None:
+                if not self._sharded and (spec := self._wants.get(x.variable)) is not None:
+                    # XLA moves the reduction after the loop.
+                    ledger.reduces_late(AFTER_LOOP, SUMMED_FIRST, total, spec)
                 total = self._inserter.constrain(total, x.spec)
         if x.wide and jnp.finfo(total.dtype).bits >= jnp.finfo(dtype).bits:
             return total
         return total.astype(dtype)
-
-    def _put_off(self, x: Crossing, total: jax.Array) -> contextlib.AbstractContextManager[None]:
-        """Records the reduction of a gradient that XLA moves after the loop over micro-batches."""
-        spec, ledger = self._wants.get(x.variable), self._inserter.ledger
-        if self._sharded or spec is None:
-            return contextlib.nullcontext()
-        return ledger.reduces_after_loop(total, spec)
 
     def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
         """Sums over all lanes; devices send the dtype of the gradients, as with one micro-batch."""
@@ -364,16 +365,14 @@ class MicroBatches:
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)
-        ledger, why = self._inserter.ledger, "summed over all micro-batches first"
-        with ledger.place(AFTER_LOOP, why):
+        ledger, total = self._inserter.ledger, add_up(low, 0)
+        with ledger.place(AFTER_LOOP, SUMMED_FIRST), ledger.of(spec):
             if spec is None or self.lanes.axes == (REPLICA,):
-                shape = jax.ShapeDtypeStruct(low.shape[1:], low.dtype)
-                full_spec = spec or (None,) * shape.ndim
-                with ledger.reduces(shape, full_spec, full_spec, over=self.lanes.number):
-                    total = add_up(low, 0)
+                full_spec = spec or (None,) * total.ndim
+                ledger.reduces(total, full_spec, full_spec, over=self.lanes.number)
                 total = total if spec is None else self._inserter.constrain(total, spec)
             else:
-                total = self._inserter.scatter_parts(add_up(low, 0), spec)
+                total = self._inserter.scatter_parts(total, spec)
         return total.astype(totals.dtype)
 
 

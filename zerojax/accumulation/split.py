@@ -14,12 +14,12 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.instances import global_instance, instance
 from zerojax.accumulation.kinds import RowKind
-from zerojax.accumulation.lines import where
 from zerojax.accumulation.symbolic import Symbolic
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import where
 from zerojax.xla.types import Atom, Equation
 
 _ONE_TO_ONE = LABELS | RESHAPES | LINEAR | SCALES

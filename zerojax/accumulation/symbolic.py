@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 
 from zerojax.accumulation.flat import Flat, Variable
-from zerojax.accumulation.lines import where
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import where
 from zerojax.xla.rewriter import are_same
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations, Jaxpr, Value
 

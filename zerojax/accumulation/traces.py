@@ -15,7 +15,6 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.flat import Flat, Variable
-from zerojax.accumulation.lines import where
 from zerojax.accumulation.symbolic import (
     Body,
     Both,
@@ -33,6 +32,7 @@ from zerojax.accumulation.symbolic import (
 )
 from zerojax.graph.primitives import KERNELS
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import where
 from zerojax.xla.rewriter import are_same, map_params
 from zerojax.xla.types import Atom, Equation, HasEquations, Value
 

@@ -142,16 +142,28 @@ class CarriedSums:
         body: AnyJaxpr = jaxprs.with_body(self._body, self._jaxpr.replace(eqns=eqns, outvars=outs))
         return body
 
-    def spec(self, root: Atom, mesh: Mesh, axis: str) -> Spec | None:
-        """Returns the spec of the sum of a root: the spec that its terms imply. If their specs
-        differ, or imply none, the shard axis splits the largest dimension that it divides; None if
-        no such dimension exists, or if the user's spec shards a term as well."""
-        wants = [
+    def _terms_of(self, root: Atom) -> list[tuple[Term, Spec]]:
+        """Returns the terms that are computed from a root, each with the target spec of its sum."""
+        return [
             (term, self.want[i])
             for i, terms in self.terms.items()
             for term in terms
             if term.root is root
         ]
+
+    def targets(self, root: Atom) -> list[Spec]:
+        """Returns the target specs of the sums that are computed from a root."""
+        return [spec for _, spec in self._terms_of(root)]
+
+    def producer(self, root: Atom) -> Equation:
+        """Returns the equation that computes a root."""
+        return self._graph.producer(root)
+
+    def spec(self, root: Atom, mesh: Mesh, axis: str) -> Spec | None:
+        """Returns the spec of the sum of a root: the spec that its terms imply. If their specs
+        differ, or imply none, the shard axis splits the largest dimension that it divides; None if
+        no such dimension exists, or if the user's spec shards a term as well."""
+        wants = self._terms_of(root)
         specs = {term.spec(spec, mesh) for term, spec in wants}
         if len(specs) == 1 and (only := specs.pop()) is not None:
             return only

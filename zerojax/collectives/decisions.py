@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.devices.mesh import batch_devices, sequence_size
-from zerojax.hlo.traffic import ring_bytes
 from zerojax.plan import layout
 from zerojax.plan.layout import SpecEntry
-from zerojax.xla.types import Equation
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, PERMUTE = "all-to-all", "collective-permute"
@@ -24,44 +22,53 @@ PREFETCHED, DEFERRED, AFTER_LOOP = "loop, prefetched", "loop, deferred", "after 
 PRODUCED, UPDATE, STAGES = "produced", "update", "between stages"
 """Places of collectives: docs/planning.md has a table of what each value of "where" means."""
 
+SUMMED_FIRST = "summed over all micro-batches first"
+NORM = "norm of sharded gradients"
+"""Reasons for a place."""
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclass(frozen=True)
 class Decision:
-    """One collective.
+    """One collective that zerojax requests.
 
     Attributes:
       kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
-      shape: The shape of the array that is sent: after an all-gather, before a reduce-scatter.
-      dtype: The name of its dtype.
-      payload: Bytes of that array that one group of devices sends together, padding included.
-      devices: The number of devices in a group.
-      where: The place in the program, such as :data:`ENTRY`.
+      arrays: The paths of the parameters that are sent, or whose gradients are sent; several for
+        values that are computed from several parameters; none for other values.
+      shape: Shape of the array that is sent: after a gather, or before a scatter.
+      dtype: Dtype of that array.
+      bytes: Bytes that each device sends in one run, over a ring: (n - 1) / n of the array for n
+        devices, twice that for an all-reduce.
+      times: Runs in a step, including the iterations of the loops around the collective; each
+        branch of a conditional counts.
+      exact: False in a loop with an unknown number of iterations; such a loop counts once.
+      where: "entry", "before the loop", "use", "loop", "loop, prefetched", "loop, deferred",
+        "after the loop", "produced", "update" or "between stages".
       reason: The reason for the place.
-      partly: Whether the result is still a partial sum, which a later collective completes.
-      calls: The equations of the enclosing calls, innermost last.
+      line: The line of the program that uses the array, or that its gradient comes from, as
+        "model.py:7"; empty if unknown.
     """
 
     kind: str
+    arrays: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    payload: int
-    devices: int
-    where: str = dataclasses.field(compare=False)
-    reason: str = dataclasses.field(compare=False)
-    partly: bool = False
-    calls: tuple[Equation, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    bytes: int
+    times: int
+    exact: bool
+    where: str
+    reason: str
+    line: str
 
     @property
-    def of_gradient(self) -> bool:
-        """True if a gradient is sent; otherwise a parameter, or a value computed from one."""
-        if self.where == LOOP:
-            return self.kind != GATHER
-        return self.where in (PRODUCED, DEFERRED, AFTER_LOOP, UPDATE)
+    def array(self) -> str:
+        """The paths, joined by commas."""
+        return ", ".join(self.arrays)
 
     @property
-    def bytes(self) -> int:
-        """Bytes that each device sends in one run, over a ring."""
-        return round(ring_bytes(self.kind, self.payload, self.devices))
+    def bytes_a_step(self) -> int:
+        """Bytes that each device sends in a step."""
+        return self.bytes * self.times
 
 
 def group(cut: Sequence[SpecEntry], less: Sequence[SpecEntry], mesh: Mesh | AbstractMesh) -> int:

@@ -76,15 +76,14 @@ class DeferredReductions:
     def reduced(self, given: Sequence[Pending]) -> list[ReducedGradient | None]:
         """Reduces the partial sums of the previous iteration to gradients; None where there are
         none."""
-        return [
-            None
-            if parts is None
-            else ReducedGradient(
-                total(PartialSum(parts, row_sum, row_sum.links), self._gatherer),
-                self._want[i] or (),
-            )
-            for (i, row_sum), (parts, _) in zip(self._sums.items(), given, strict=True)
-        ]
+        reduced: list[ReducedGradient | None] = []
+        for (i, row_sum), (parts, _) in zip(self._sums.items(), given, strict=True):
+            spec = self._want[i] or ()
+            with self._gatherer.ledger.of(spec):
+                partial = None if parts is None else PartialSum(parts, row_sum, row_sum.links)
+                value = None if partial is None else total(partial, self._gatherer)
+            reduced.append(None if value is None else ReducedGradient(value, spec))
+        return reduced
 
     def passed(
         self,

@@ -12,6 +12,7 @@ steps they stay sharded.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -143,18 +144,41 @@ def _fills(x: Shard, loops: Sequence[Reader | None], uses: Uses) -> bool:
     return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
 
 
-def gather(args: Sequence[Any], kept: Sequence[KeptGather | None], gatherer: Gatherer) -> list[Any]:
-    """Returns ``args``, with unsharded copies of the arrays that are kept."""
-    gathered = [
-        x if how is None or how.together is not None else _gathered(x, how, gatherer)
-        for x, how in zip(args, kept, strict=True)
-    ]
+def gather(
+    args: Sequence[Any],
+    kept: Sequence[KeptGather | None],
+    gatherer: Gatherer,
+    closed: AnyJaxpr | None = None,
+) -> list[Any]:
+    """Returns ``args``, with unsharded copies of the arrays that are kept.
+
+    Args:
+      args: Arrays, some of them a :class:`Shard`.
+      kept: The forms in which they are gathered, see :func:`decide`.
+      gatherer: Gathers parameters.
+      closed: The step that takes them, for the ledger.
+    """
+    gathered, ledger = list(args), gatherer.ledger
+
+    def used(*positions: int) -> contextlib.AbstractContextManager[None]:
+        if closed is None:
+            return contextlib.nullcontext()
+        given = jaxprs.open_jaxpr(closed)[0].invars
+        return ledger.used_in(closed, *(given[i] for i in positions))
+
+    for i, (x, how) in enumerate(zip(args, kept, strict=True)):
+        if how is not None and how.together is None:
+            with used(i):
+                gathered[i] = _gathered(x, how, gatherer)
     fields = [None if how is None else how.together for how in kept]
     for field in dict.fromkeys(field for field in fields if field is not None):
         small = [i for i, other in enumerate(fields) if other == field]
-        with gatherer.ledger.place(decisions.ENTRY, "small arrays are gathered together"):
+        with (
+            ledger.place(decisions.ENTRY, "small arrays are gathered together"),
+            used(*small),
+        ):
             copies = gather_together(
-                [args[i] for i in small], gatherer.mesh, gatherer.constrain, gatherer.ledger
+                [args[i] for i in small], gatherer.mesh, gatherer.constrain, ledger
             )
         for i, copy in zip(small, copies, strict=True):
             gathered[i] = args[i].with_copy(copy)
@@ -173,8 +197,8 @@ def _gathered(x: Shard, how: KeptGather, gatherer: Gatherer) -> Shard:
     reason = f"{'' if how.dtype is None else 'cast, '}gathered once a step and kept"
     reason += "" if how.first is None else ", read by loops"
     with gatherer.ledger.place(decisions.ENTRY, reason):
-        spec, quantized = [x.spec[i] for i in order], x.gathering.quantized
-        copy = gatherer.all_gather(value, spec, quantized=quantized)
+        spec = layout.with_leaves(tuple(x.spec[i] for i in order), x.spec)
+        copy = gatherer.all_gather(value, spec, quantized=x.gathering.quantized)
     if how.first is None:
         return x.with_copy(copy)
     return x.with_copy(jnp.moveaxis(copy, 0, how.first), MovedStack(copy, how.first))
@@ -205,8 +229,9 @@ def gather_together(
         pinned = [constrain(arrays[i], shards[i].spec) for i in chosen]
         rows = [_to_rows(x, dim, devices) for x, dim in zip(pinned, dims, strict=True)]
         matrix = constrain(jnp.concatenate(rows, axis=1), (axis, None))
-        with ledger.gathers(matrix, (axis, None), (None, None)):
-            matrix = constrain(matrix, (None, None))
+        with ledger.of(*(shards[i].spec for i in chosen)):
+            ledger.gathers(matrix, (axis, None), (None, None))
+        matrix = constrain(matrix, (None, None))
         start = 0
         for i, row, dim in zip(chosen, rows, dims, strict=True):
             block = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)

@@ -270,10 +270,10 @@ class Gatherer:
         # Outermost part first: XLA starts with the innermost, and sends that result between hosts.
         parts = layout.parts_of(spec, self.axis)[-2::-1]
         intermediate = [layout.inside(spec, self.axis, layout.before(part)) for _, part in parts]
-        for less in (*intermediate, layout.without(spec, self.axis)):
-            with self.ledger.gathers(pinned, spec, less):
-                pinned = self.constrain_always(pinned, less)
-            spec = less
+        with self.ledger.of(spec):
+            for less in (*intermediate, layout.without(spec, self.axis)):
+                self.ledger.gathers(pinned, spec, less)
+                pinned, spec = self.constrain_always(pinned, less), less
         return pinned
 
     def _block(self, value: jax.Array, spec: Sequence[SpecEntry]) -> tuple[int, ...] | None:
@@ -301,8 +301,9 @@ class Gatherer:
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
         pinned = self.constrain_always(value, spec)
-        with self.ledger.gathers(pinned, spec, partly):
-            pinned = self.constrain_always(pinned, partly)
+        with self.ledger.of(spec):
+            self.ledger.gathers(pinned, spec, partly)
+        pinned = self.constrain_always(pinned, partly)
         return self.constrain_always(lax.optimization_barrier(pinned), partly)
 
     def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
@@ -362,18 +363,15 @@ class Gatherer:
         once. Inner parts come first, so that the fewest bytes are sent between hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
         uneven = layout.padded_shape(gradient.shape, spec, self.mesh) != gradient.shape
-        if not parts or uneven:  # XLA all-reduces and slices the sum
-            with self.ledger.reduces(gradient, shard, shard):
-                for dimension, name in parts:
-                    shard = layout.within(shard, dimension, name)
-                    gradient = self.constrain(gradient, shard)
-                return gradient if parts else self.constrain(gradient, shard)
-        sizes = (layout.parts(name, self.mesh) for _, name in parts)
-        counts = self.ledger.over(sizes, spec)
-        for (dimension, name), n in zip(parts, counts, strict=True):
-            before, shard = shard, layout.within(shard, dimension, name)
-            partly = name != parts[-1][1]
-            with self.ledger.reduces(gradient, before, shard, over=n, partly=partly):
+        sizes = [layout.parts(name, self.mesh) for _, name in parts]
+        with self.ledger.of(spec):
+            if not parts or uneven:  # XLA all-reduces and slices the sum
+                self.ledger.reduces(gradient, shard, shard)
+                gradient = gradient if parts else self.constrain(gradient, shard)
+            for (dimension, name), n in zip(parts, self.ledger.over(sizes, spec), strict=False):
+                before, shard = shard, layout.within(shard, dimension, name)
+                if not uneven:
+                    self.ledger.reduces(gradient, before, shard, over=n)
                 gradient = self.constrain(gradient, shard)
         return gradient
 
@@ -387,8 +385,9 @@ class Gatherer:
             for dimension, name in reversed(parts):
                 flat_spec = layout.within(flat_spec, dimension, name)
             gradient = self.constrain(gradient, full_spec)
-            with self.ledger.reduces(gradient, full_spec, flat_spec):
-                gradient = self.constrain(gradient, flat_spec)
+            with self.ledger.of(spec):
+                self.ledger.reduces(gradient, full_spec, flat_spec)
+            gradient = self.constrain(gradient, flat_spec)
             return self.constrain(gradient, spec)
         return self.scatter(gradient, spec)
 

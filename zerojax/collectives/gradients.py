@@ -64,10 +64,10 @@ def bind_summed(
         if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, rows, groups):
             parts, table, unsharded = by_group(eqn, values, groups), values[0], (None,) * len(spec)
             group_size = gatherer.mesh.size // groups
-            with gatherer.ledger.reduces(table, unsharded, spec, over=group_size, partly=True):
-                parts = gatherer.constrain(parts, (REPLICA, *spec))
-            with gatherer.ledger.reduces(table, spec, spec, over=groups):
-                return [table + add_up(parts, 0)]
+            with gatherer.ledger.of(spec):
+                gatherer.ledger.reduces(table, unsharded, spec, over=group_size)
+                gatherer.ledger.reduces(table, spec, spec, over=groups)
+            return [table + add_up(gatherer.constrain(parts, (REPLICA, *spec)), 0)]
         even_shape = layout.padded_shape(shape, spec, gatherer.mesh)
         padded = bind_padded(eqn, values, even_shape) if even_shape != shape else None
         if padded is not None:
@@ -87,7 +87,9 @@ def _sent_instead(
     stack = contextlib.ExitStack()
     if not ledger.asked or spec is None or not is_sharded(spec, gatherer.axis):
         return stack
-    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
+    stack.enter_context(ledger.of(spec))
+    # Indices that are the same on all devices leave a sum of the table's size to reduce.
+    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn) and ledger.by_rows(eqn.invars[1]):
         _, indices, rows = values
         picked = Lookup.of(eqn).picked
         to_rows = any(d in picked for d in layout.dimensions(spec, gatherer.axis))

@@ -61,6 +61,7 @@ from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS
 from zerojax.graph.rows import RowDimensions
+from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent
 from zerojax.trace import marks
@@ -134,8 +135,11 @@ class Inserter(Scans):
             row_dims=rows or RowDimensions(),
             defers=defers_reductions,
         )
+        jaxpr, _ = jaxprs.open_jaxpr(closed)
+        self.ledger.follow(jaxpr, [bool(scope.row_dims.dims(v)) for v in jaxpr.invars])
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
-        if not self.left and residuals.some_stay(jaxprs.open_jaxpr(closed)[0]):
+        self.ledger.ran(jaxpr)
+        if not self.left and residuals.some_stay(jaxpr):
             self.left = True
             log.warning(residuals.NO_EFFECT)
         return outs
@@ -180,7 +184,7 @@ class Inserter(Scans):
                 at = own_rows.rows_at(eqn, scope.row_dims) if scope.of_step else None
                 return outs if at is None else [self.by_rows(outs[0], at)]
 
-        return jaxprs.interpret(jaxpr, env, run)
+        return jaxprs.interpret(jaxpr, env, self.ledger.recording(run, jaxpr))
 
     def _equation(
         self, eqn: Equation, values: list[Any], scope: Scope, decided: ProgramDecisions
@@ -190,7 +194,7 @@ class Inserter(Scans):
         gradients."""
         wants = decided.wants
         specs = [wants.get(v) for v in eqn.outvars]
-        if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
+        if (mark := marks.name_of(eqn)) in scope.replace:
             return [scope.replace[mark](*values)]
         if eqn.primitive in jaxprs.CALLS:
             return self._call(eqn, values, scope, specs)
@@ -218,7 +222,9 @@ class Inserter(Scans):
         if eqn.outvars and (product := decided.in_place.get(eqn.outvars[0])) is not None:
             outs = [product.run(values, decisions.PRODUCED, self, scope)]
         else:
+            first = len(self.ledger.decisions)
             outs = gradients.bind_summed(eqn, values, specs, self, scope.row_dims)
+            self.ledger.reduced(outs, first)
         reduced = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -282,6 +288,7 @@ class Inserter(Scans):
             narrow = narrow_of(eqn, values)
         quantized = all(v.gathering.quantized for v in values if isinstance(v, Shard))
         gathering = Gathering(quantized=quantized, narrow=narrow)
+        spec = layout.with_leaves(spec, *(v.spec for v in values if isinstance(v, Shard)))
         return [Shard(self.constrain(out, spec), spec, gathered, gathering)]
 
     def _call(
@@ -292,8 +299,7 @@ class Inserter(Scans):
         for."""
         inner = jaxprs.called_jaxpr(eqn)
         if eqn.primitive is not prims.remat_p:
-            with self.ledger.within(eqn):
-                return self.run(inner, values, scope, want)
+            return self.run(inner, values, scope, want)
         if self.keep or not scope.share:
             # Otherwise, in a loop at stage 3, a parameter gathered for one iteration stays a Shard,
             # whose shape shows which values may be gradients.
@@ -327,19 +333,21 @@ class Inserter(Scans):
                 held[i] = x
         operands = list(map(like, inputs, held))
         done = emitted.reduced[-2] if len(emitted.reduced) > 1 else []
+        self.ledger.awaits(gradient.value for gradient in done)
         operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
-    def _gathered(self, values: Sequence[object], scope: Scope) -> list[object]:
-        """Gathers the operands of a choice or a loop before it, for the uses within. They stay
-        shards as well, for equations that run on shards (an average that some steps update)."""
-        return [
-            v.with_copy(self.gather(v, scope, values))
-            if isinstance(v, Shard) and v.gathered is None
-            else v
-            for v in values
-        ]
+    def _gathered(self, eqn: Equation, values: Sequence[object], scope: Scope) -> list[object]:
+        """Gathers the first operands of a choice or a loop before it, for the uses within. They
+        stay shards as well, for equations that run on shards (an average that some steps
+        update)."""
+        gathered = list(values)
+        for i, v in enumerate(values):
+            if isinstance(v, Shard) and v.gathered is None:
+                with self.ledger.used_by(eqn, i):
+                    gathered[i] = v.with_copy(self.gather(v, scope, values))
+        return gathered
 
     def _branch(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
         """Runs a ``cond`` or a ``while`` loop. A result of a ``cond`` is a shard if some branch
@@ -348,7 +356,7 @@ class Inserter(Scans):
             return self._while(eqn, values, scope)
         # A branch that trains gathers within: that branch may need all of the memory.
         gathers_before = self.keep and not decide.trains(eqn)
-        index, *operands = self._gathered(values, scope) if gathers_before else values
+        index, *operands = self._gathered(eqn, values, scope) if gathers_before else values
         # By result, the specs of the shards that branches return for it, once they are traced.
         specs: list[set[Spec]] = [set() for _ in eqn.outvars]
         within = self._within(eqn, scope)
@@ -381,24 +389,24 @@ class Inserter(Scans):
         updated = {} if self.lanes_on_axis else decide.find_updated(eqn, values, self)
         specs = [updated.get(i) for i in range(len(values) - b)]
         start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
-        consts = self._gathered(values[:b], scope) if self.keep else values[:b]
+        consts = self._gathered(eqn, values[:b], scope) if self.keep else values[:b]
         within = self._within(eqn, scope)
 
         def closed(
             jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
         ) -> Callable[[Sequence[jax.Array]], list[Any]]:
             needed = decide.find_constants(jaxpr, consts, self, scope.row_dims)
-            consts = self.gather_constants(needed, consts, scope)
+            consts = self.gather_constants(needed, jaxpr, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:
                 window = None
                 if scope.window is not None:
                     window = Window.of(self.mesh, self.axis, self.thresholds.ahead)
-                with self.ledger.place(decisions.LOOP):
+                with self.ledger.place(decisions.LOOP), self.ledger.repeats(1, exact=False):
                     args = (*consts, *self.carried(carry, updated))
                     return self.run(jaxpr, args, within(window=window), want)
 
-            return run
+            return self.ledger.last_trace(run)
 
         cond, body = closed(loop.cond, consts[:a], ()), closed(loop.body, consts[a:], specs)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):

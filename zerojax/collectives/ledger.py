@@ -1,10 +1,9 @@
 """A record of the collectives that are emitted while a step is traced, if a caller asks for it.
 
-Each emission site enters :meth:`Ledger.gathers`, :meth:`Ledger.reduces` or
-:meth:`Ledger.exchanges` around the constraint that causes the collective. The ledger records a
-:class:`zerojax.collectives.decisions.Decision`, and puts its number into the name scope of the
-equations that are traced within. From these names :mod:`zerojax.step.emitted` finds the equations
-of each decision; a decision whose trace was discarded has none.
+Each emission site calls :meth:`Ledger.gathers`, :meth:`Ledger.reduces` or :meth:`Ledger.exchanges`
+where it emits the constraint that causes the collective. The contexts around the site have the
+place in the program, the equation of the user's step, the number of runs, and the leaves of the
+state.
 """
 
 from __future__ import annotations
@@ -12,23 +11,56 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from zerojax.collectives import decisions
+from zerojax.collectives import decisions, target_specs
 from zerojax.collectives.decisions import Decision, group, payload, summed_over
 from zerojax.devices.mesh import STAGE, stage_size, zero_axis
+from zerojax.graph.def_use import graph_of
+from zerojax.graph.reach import dependent
+from zerojax.graph.search import first_inside, first_use, needed_runs
+from zerojax.hlo.traffic import ring_bytes
+from zerojax.optim.norm import NORM
 from zerojax.plan import layout
 from zerojax.plan.layout import SpecEntry
-from zerojax.xla.types import Equation, Shaped
+from zerojax.trace import marks
+from zerojax.xla import jaxprs
+from zerojax.xla.lines import line
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations, MaybeNone, Shaped
 
-_TAG = re.compile(r"zerojax-decision-(\d+)")
+T = TypeVar("T")
+Run = Callable[[Equation, list[Any]], Sequence[Any]]
+"""Function from an equation and its operands to its results."""
 
 _GATHERED = "gathered at each use, not kept"
 _REDUCED = "reduced where the gradient is produced"
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The circumstances in which a collective is emitted.
+
+    Attributes:
+      where, reason: The place in the program, and the reason for it; empty for the default.
+      running: The equations of the user's step that run, each inside the one before.
+      by_rows: Whether the innermost one has an array that depends on rows of the batch. Numbers,
+        such as a mean over rows, are the same on all devices.
+      leaves: The paths of the leaves of the state.
+      times, exact: See :class:`zerojax.collectives.decisions.Decision`.
+    """
+
+    where: str = ""
+    reason: str = ""
+    running: tuple[Equation, ...] = ()
+    by_rows: bool = True
+    leaves: tuple[str, ...] = ()
+    times: int = 1
+    exact: bool = True
 
 
 class Ledger:
@@ -37,25 +69,27 @@ class Ledger:
     Args:
       mesh: The mesh of all specs.
       asked: Whether a caller reads the ledger; otherwise the ledger records nothing.
+
+    Attributes:
+      decisions: The decisions.
     """
 
     asked: bool
 
-    def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
+    def __init__(self, mesh: Mesh, *, asked: bool = False) -> None:
+        self.decisions: list[Decision] = []
         self._mesh, self.asked = mesh, asked
-        self._noted: list[tuple[Decision, ...]] = []
-        self._replacing: set[int] = set()
-        self._complete: set[int] = set()
-        self._places: list[tuple[str, str]] = []
-        self._calls: list[Equation] = []
-        self._over, self._partly, self._deferred = summed_over(mesh), False, False
+        self._contexts = [_Context()]
+        self._depends: dict[Atom, bool] = {}
+        self._looked_up: dict[tuple[int, int], Shaped] = {}
+        self._reduced: dict[int, tuple[jax.Array, list[Decision]]] = {}
+        self._over, self._deferred = summed_over(mesh), False
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
         """Returns a view of this ledger for a program that runs on lanes along ``axes`` of the
         mesh, over which nothing is summed."""
         lanes = copy.copy(self)
         lanes._over //= math.prod(self._mesh.shape[name] for name in axes)
-        lanes._partly = True
         return lanes
 
     def without_reductions(self) -> Ledger:
@@ -65,33 +99,163 @@ class Ledger:
         other._deferred = True
         return other
 
-    @contextlib.contextmanager
-    def place(self, where: str, reason: str = "") -> Iterator[None]:
+    def follow(self, jaxpr: HasEquations, by_rows: Sequence[bool]) -> None:
+        """Finds the values of a program that depend on its arguments that have rows."""
+        if self.asked:
+            self._depends |= dependent(jaxpr, by_rows)
+
+    def by_rows(self, *values: Atom) -> bool:
+        """Returns whether one of the values depends on rows of the batch, so that devices with
+        other rows have other values."""
+        return any(self._depends.get(v) for v in jaxprs.variables(values))
+
+    def reduced(self, values: Sequence[jax.Array], first: int) -> None:
+        """Records that the decisions from number ``first`` on reduce a value, the only one."""
+        if self.asked and self.decisions[first:] and len(values) == 1:
+            self._reduced[id(values[0])] = values[0], self.decisions[first:]
+
+    def awaits(self, values: Iterable[jax.Array]) -> None:
+        """Records that other values wait for reduced ones, so that XLA reduces each of them."""
+        for value in values if self.asked else ():
+            self._reduced.pop(id(value), None)
+
+    def recording(self, run: Run, jaxpr: HasEquations) -> Run:
+        """Returns the function that runs an equation of a program so that the ledger knows which
+        one runs."""
+        graph = graph_of(jaxpr)
+
+        def recorded(eqn: Equation, values: list[Any]) -> Sequence[Any]:
+            with self.within(eqn):
+                outs = run(eqn, values)
+            if all(graph.times_used(v) == 1 for v in jaxprs.variables(eqn.invars)):
+                self._follow_reduced(eqn, values, outs)
+            return outs
+
+        return recorded if self.asked else run
+
+    def _follow_reduced(self, eqn: Equation, values: Sequence[Any], outs: Sequence[Any]) -> None:
+        """Follows reduced values through an equation. XLA adds the operands of equal reductions
+        whose results are added up, and reduces the sum once."""
+        found = [self._reduced.get(id(x), (None, []))[1] for x in values]
+        match eqn.primitive.name, found:
+            case (("add" | "add_any"), [one, other]) if (
+                one and _alike(one, other) and one is not other
+            ):
+                left_out = {*map(id, one)}
+                self.decisions[:] = [each for each in self.decisions if id(each) not in left_out]
+                self._reduced[id(outs[0])] = outs[0], other
+            case (("transpose" | "reshape" | "squeeze"), [one]) if one:
+                self._reduced[id(outs[0])] = outs[0], one
+
+    def ran(self, jaxpr: HasEquations) -> None:
+        """Records the collectives among the equations of a program that its results need."""
+        for run in needed_runs(jaxpr) if self.asked else ():
+            with self.within(run.equation), self.repeats(run.times, exact=run.exact):
+                self._of_equation(run.equation, run.program)
+
+    def _of_equation(self, eqn: Equation, jaxpr: HasEquations) -> None:
+        """Records the norm of the devices' shards, what pipeline stages send to others, and the
+        reductions of gradients that reach the optimizer as partial sums."""
+        name = eqn.primitive.name
+        if marks.is_mark(eqn, marks.GRADIENT):
+            (v,), reason = eqn.outvars, "reduced where the optimizer takes the gradient"
+            spec = target_specs.of_gradient(jaxpr, v, self._mesh)
+            if not target_specs.is_reduced(jaxpr, eqn.invars[0], spec, self._mesh, self.by_rows):
+                self.reduces_late(decisions.UPDATE, reason, v.aval, spec)
+        elif name == "sqrt" and NORM in str(jaxprs.source(eqn).name_stack):
+            with self.place(decisions.UPDATE, decisions.NORM):
+                self._note(decisions.REDUCE, eqn.outvars[0].aval, 4, self._mesh.size)
+        elif name == "ppermute" and STAGE in jaxprs.param(eqn, "axis_name"):
+            x = eqn.outvars[0].aval
+            with self.place(decisions.STAGES, "a micro-batch goes to the neighbour in each tick"):
+                self._note(decisions.PERMUTE, x, jaxprs.nbytes(x), 2)
+
+    def place(self, where: str, reason: str = "") -> contextlib.AbstractContextManager[None]:
         """Sets the place and the reason of the decisions that are recorded in this context."""
-        self._places.append((where, reason))
-        try:
-            yield
-        finally:
-            self._places.pop()
+        return self._context(where=where, reason=reason)
+
+    def used_in(self, closed: AnyJaxpr, *values: Atom) -> contextlib.AbstractContextManager[None]:
+        """Adds the equation of a program that first uses one of some values, for collectives that
+        send these values before it. XLA removes those of values without a use."""
+        jaxpr = jaxprs.open_jaxpr(closed)[0]
+        return self._used(first_use(jaxpr, v) for v in values)
+
+    def used_by(self, eqn: Equation, i: int) -> contextlib.AbstractContextManager[None]:
+        """Does the same for operand ``i`` of a loop or a choice."""
+        return self._used([first_inside(eqn, i)])
+
+    def _used(self, found: Iterable[Equation | None]) -> contextlib.AbstractContextManager[None]:
+        if not self.asked:
+            return contextlib.nullcontext()
+        use = next(filter(None, found), None)
+        return self.unrecorded() if use is None else self.at(use)
+
+    def at(self, eqn: Equation | MaybeNone) -> contextlib.AbstractContextManager[None]:
+        """Adds the equation whose line the decisions of this context have."""
+        running = self._contexts[-1].running
+        return self._context(running=running if eqn is None else (*running, eqn))
+
+    def within(self, eqn: Equation) -> contextlib.AbstractContextManager[None]:
+        """Adds an equation to those that run. The equations of a jaxpr that JAX has cached from an
+        earlier call have the source lines of that call; the calls around them have their own."""
+        if not self.asked:
+            return contextlib.nullcontext()
+        running = *self._contexts[-1].running, eqn
+        by_rows = self.by_rows(*(v for v in eqn.invars if v.aval.shape))
+        return self._context(running=running, by_rows=by_rows)
+
+    def of(self, *specs: object) -> contextlib.AbstractContextManager[None]:
+        """Sets the leaves of the state to those of the specs; unchanged if they have none."""
+        leaves = getattr(layout.with_leaves((), *specs), "leaves", ())
+        return self._context(leaves=leaves) if leaves else contextlib.nullcontext()
+
+    def repeats(self, times: int, *, exact: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Sets the number of iterations of a loop; not ``exact`` for an unknown number."""
+        context = self._contexts[-1]
+        return self._context(times=context.times * times, exact=context.exact and exact)
+
+    def _context(self, **fields: Any) -> contextlib.AbstractContextManager[None]:
+        if not self.asked:
+            return contextlib.nullcontext()
+        return self._entered(replace(self._contexts[-1], **fields))
 
     @contextlib.contextmanager
-    def within(self, call: Equation) -> Iterator[None]:
-        """Adds a call to the decisions that are recorded in this context. The equations of a jaxpr
-        that JAX has cached from an earlier call have the source lines of that call."""
-        self._calls.append(call)
+    def _entered(self, context: _Context) -> Iterator[None]:
+        self._contexts.append(context)
         try:
             yield
         finally:
-            self._calls.pop()
+            self._contexts.pop()
 
-    def gathers(
-        self, x: Shaped, cut: Sequence[SpecEntry], less: Sequence[SpecEntry]
-    ) -> contextlib.AbstractContextManager[object]:
-        """Records an all-gather; returns the context for the constraint to ``less`` of an array
-        sharded by ``cut``."""
-        if not self.asked or group(cut, less, self._mesh) < 2:
-            return contextlib.nullcontext()
-        return self._note((decisions.GATHER, x, cut, less, group(cut, less, self._mesh)))
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Discards the decisions of this context: those of a trace that does not run, or of
+        constraints for which XLA emits other collectives."""
+        start = len(self.decisions)
+        try:
+            yield
+        finally:
+            del self.decisions[start:]
+
+    def last_trace(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Returns the body of a loop, which JAX may trace more than once, so that only the
+        decisions of the last trace count."""
+        traced: list[Decision] = []
+
+        def run(*args: Any) -> T:
+            earlier = {*map(id, traced)}
+            self.decisions[:] = [each for each in self.decisions if id(each) not in earlier]
+            start = len(self.decisions)
+            result = function(*args)
+            traced[:] = self.decisions[start:]
+            return result
+
+        return run if self.asked else function
+
+    def gathers(self, x: Shaped, cut: Sequence[SpecEntry], less: Sequence[SpecEntry]) -> None:
+        """Records an all-gather: a constraint to ``less`` of an array sharded by ``cut``."""
+        if self.asked and (n := group(cut, less, self._mesh)) > 1:
+            self._sends(decisions.GATHER, x, cut, less, n)
 
     def reduces(
         self,
@@ -100,46 +264,54 @@ class Ledger:
         after: Sequence[SpecEntry],
         *,
         over: int | None = None,
-        partly: bool = False,
-    ) -> contextlib.AbstractContextManager[object]:
-        """Records a reduce-scatter, an all-reduce, or both; returns the context for the constraint
-        to ``after`` of partial sums that are sharded by ``before``.
+    ) -> None:
+        """Records a reduce-scatter, an all-reduce, or both: a constraint to ``after`` of partial
+        sums that are sharded by ``before``. A sum that does not depend on the batch is the same on
+        all devices, and needs neither. Numbers, such as a loss, are not recorded.
 
         Args:
           x: An array of the sum's shape and dtype.
           before, after: The specs.
           over: The number of devices that hold a partial sum; None for all devices with different
             rows or tokens, of one pipeline stage if "stage" shards the array.
-          partly: Whether a later collective adds the partial sums of further devices.
         """
-        if not self.asked:
-            return contextlib.nullcontext()
-        if self._deferred:
-            return self._note()
+        if not self.asked or self._deferred or not x.shape or not self._contexts[-1].by_rows:
+            return
         n = group(after, before, self._mesh)
         remaining = (self._summed(before) if over is None else over) // max(n, 1)
-        sent = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
+        if n > 1:
+            self._sends(decisions.SCATTER, x, after, before, n)
         if remaining > 1:
-            sent.append((decisions.REDUCE, x, after, after, remaining))
-        return self._note(*sent, partly=partly or self._partly)
+            self._sends(decisions.REDUCE, x, after, after, remaining)
 
-    def instead(self, *sent: tuple[str, Shaped]) -> contextlib.AbstractContextManager[object]:
+    def reduces_late(self, where: str, reason: str, x: Shaped, spec: Sequence[SpecEntry]) -> None:
+        """Records the reduction of a gradient at a constraint to ``spec`` that follows later than
+        the equation that computes the gradient."""
+        full = layout.without(spec, zero_axis(self._mesh))
+        is_even = layout.padded_shape(x.shape, spec, self._mesh) == tuple(x.shape)
+        with self.place(where, reason), self.of(spec):
+            self.reduces(x, full, spec if is_even else full)  # uneven: XLA slices the full sum
+
+    def instead(self, *sent: tuple[str, Shaped]) -> contextlib.AbstractContextManager[None]:
         """Records the collectives that XLA emits for an equation, as pairs of kind and array, in
-        place of the decisions recorded inside; returns the context for the equation."""
+        place of those that are recorded in the returned context. The first of several is the
+        all-gather of row numbers, which are gathered once."""
         if not self.asked or self._over < 2:
             return contextlib.nullcontext()
-        self._replacing.add(len(self._noted))
-        specs = ((None,) * len(x.shape) for _, x in sent)
-        pairs = zip(sent, specs, strict=True)
-        return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in pairs))
+        if len(sent) > 1:
+            (_, indices), *others = sent
+            key = id(indices), self._contexts[-1].times
+            sent = tuple(others) if key in self._looked_up else sent
+            self._looked_up[key] = indices
+        for kind, x in sent:
+            spec = (None,) * len(x.shape)
+            self._sends(kind, x, spec, spec, self._over)
+        return self.unrecorded()
 
-    def completes(self) -> contextlib.AbstractContextManager[object]:
-        """Returns the context for the constraint of a value that needs no reduction, although it is
-        computed from rows: each device computes its shard from all rows."""
-        if not self.asked:
-            return contextlib.nullcontext()
-        self._complete.add(len(self._noted))
-        return self._note()
+    def exchanges(self, x: Shaped, spec: Sequence[SpecEntry], devices: int) -> None:
+        """Records an all-to-all: a constraint by which devices exchange their shards of ``x``."""
+        if self.asked and devices > 1:
+            self._sends(decisions.EXCHANGE, x, spec, spec, devices)
 
     def over(self, parts: Iterable[int], spec: Sequence[SpecEntry]) -> list[int]:
         """Returns the number of devices in each of several successive sums of an array that is
@@ -152,90 +324,38 @@ class Ledger:
         n = stage_size(self._mesh) if layout.dimensions(spec, STAGE) else 1
         return self._over // n
 
-    def exchanges(
-        self, x: Shaped, spec: Sequence[SpecEntry], devices: int
-    ) -> contextlib.AbstractContextManager[object]:
-        """Records an all-to-all; returns the context for the constraint by which devices exchange
-        their shards of ``x``."""
-        if not self.asked or devices < 2:
-            return contextlib.nullcontext()
-        return self._note((decisions.EXCHANGE, x, spec, spec, devices))
-
-    def of_norm(self) -> Decision:
-        """Returns the all-reduce of the square sums of the devices' shards, a scalar."""
-        reason = "norm of sharded gradients"
-        return Decision(
-            decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
-        )
-
-    def of_optimizer(self, x: Shaped, spec: Sequence[SpecEntry]) -> tuple[Decision, ...]:
-        """Returns the reduction of a gradient to a spec at the optimizer, for a gradient that was
-        not reduced before."""
-        start = len(self._noted)
-        with self.place(decisions.UPDATE, "reduced where the optimizer takes the gradient"):
-            self._reduces_to(x, spec)
-        recorded = tuple(decision for entry in self._noted[start:] for decision in entry)
-        del self._noted[start:]
-        return recorded
-
-    @contextlib.contextmanager
-    def reduces_after_loop(self, x: Shaped, spec: Sequence[SpecEntry]) -> Iterator[None]:
-        """Returns the context for the constraint of a sum over micro-batches, at which XLA reduces
-        the sum."""
-        reason = "summed over all micro-batches first"
-        with self.place(decisions.AFTER_LOOP, reason), self._reduces_to(x, spec):
-            yield
-
-    def _reduces_to(
-        self, x: Shaped, spec: Sequence[SpecEntry]
-    ) -> contextlib.AbstractContextManager[object]:
-        full = layout.without(spec, zero_axis(self._mesh))
-        is_even = layout.padded_shape(x.shape, spec, self._mesh) == x.shape
-        return self.reduces(x, full, spec if is_even else full)  # uneven: XLA slices the full sum
-
-    def __len__(self) -> int:
-        return len(self._noted)
-
-    def __getitem__(self, number: int) -> tuple[Decision, ...]:
-        return self._noted[number]
-
-    def numbers(self, names: str) -> list[int]:
-        """Returns the numbers of the decisions that were recorded around an equation, outermost
-        first, from the name scopes in which the equation was traced."""
-        return list(map(int, _TAG.findall(names)))
-
-    def replaces(self, number: int) -> bool:
-        """Returns whether a decision replaces those that were recorded inside it."""
-        return number in self._replacing
-
-    def is_complete(self, number: int) -> bool:
-        """Returns whether :meth:`completes` recorded a number."""
-        return number in self._complete
-
-    def _note(
+    def _sends(
         self,
-        *found: tuple[str, Shaped, Sequence[SpecEntry], Sequence[SpecEntry], int],
-        partly: bool = False,
-    ) -> contextlib.AbstractContextManager[object]:
-        self._noted.append(
-            tuple(
-                Decision(
-                    kind,
-                    tuple(x.shape),
-                    x.dtype.name,
-                    payload(x.shape, x.dtype, cut, less, self._mesh),
-                    devices,
-                    *self._place(kind),
-                    partly=partly,
-                    calls=tuple(self._calls),
-                )
-                for kind, x, cut, less, devices in found
+        kind: str,
+        x: Shaped,
+        cut: Sequence[SpecEntry],
+        less: Sequence[SpecEntry],
+        devices: int,
+    ) -> None:
+        sent = payload(x.shape, x.dtype, cut, less, self._mesh)
+        self._note(kind, x, sent, devices)
+
+    def _note(self, kind: str, x: Shaped, sent: int, devices: int) -> None:
+        context, gathers = self._contexts[-1], kind == decisions.GATHER
+        sources = (jaxprs.source(eqn).traceback for eqn in reversed(context.running))
+        lines = (line(source, models=True) for source in sources)
+        self.decisions.append(
+            Decision(
+                kind,
+                context.leaves,
+                tuple(x.shape),
+                x.dtype.name,
+                round(ring_bytes(kind, sent, devices)),
+                context.times,
+                context.exact,
+                context.where or (decisions.USE if gathers else decisions.PRODUCED),
+                context.reason or (_GATHERED if gathers else _REDUCED),
+                next(filter(None, lines), ""),
             )
         )
-        return jax.named_scope(f"zerojax-decision-{len(self._noted) - 1}")
 
-    def _place(self, kind: str) -> tuple[str, str]:
-        gathers = kind == decisions.GATHER
-        where, reason = self._places[-1] if self._places else ("", "")
-        where = where or (decisions.USE if gathers else decisions.PRODUCED)
-        return where, reason or (_GATHERED if gathers else _REDUCED)
+
+def _alike(one: Sequence[Decision], other: Sequence[Decision]) -> bool:
+    """Returns whether decisions, at least one, send arrays of one form in the same way."""
+    forms = [[(x.kind, x.shape, x.dtype, x.bytes) for x in each] for each in (one, other)]
+    return bool(one) and forms[0] == forms[1]

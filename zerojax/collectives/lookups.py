@@ -60,8 +60,10 @@ def look_up(
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
         out = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, stored.value.dtype)
         ledger, reason = gatherer.ledger, "each device looks rows up in its own shard"
-        sent = (decisions.GATHER, indices[0]), (decisions.SCATTER, out)
-        with ledger.place(decisions.USE, reason), ledger.instead(*sent):
+        sent = [(decisions.GATHER, indices[0]), (decisions.SCATTER, out)]
+        if not ledger.by_rows(eqn.invars[1]):  # all devices need the same rows
+            sent = [(decisions.REDUCE, out)]
+        with ledger.place(decisions.USE, reason), ledger.of(stored.spec), ledger.instead(*sent):
             (rows,) = jaxprs.bind(eqn, [pinned, *indices])
         return rows.astype(table.value.dtype)
     if id(table) in scope.used_unsharded and by_columns(eqn, stored.spec, gatherer, scope.row_dims):

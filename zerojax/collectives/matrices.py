@@ -202,9 +202,9 @@ class MatrixUpdate:
         for before, spec in itertools.pairwise(steps):
             moved = {*layout.axes(before[0])} ^ {*layout.axes(spec[0])}
             devices = layout.parts(tuple(moved), gatherer.mesh)
-            place = gatherer.ledger.place(UPDATE, "each device computes with some of the matrices")
-            with place, gatherer.ledger.exchanges(x, before, devices):
-                x = gatherer.constrain_always(x, spec)
+            with gatherer.ledger.place(UPDATE, "each device computes with some of the matrices"):
+                gatherer.ledger.exchanges(x, before, devices)
+            x = gatherer.constrain_always(x, spec)
         return x
 
 

@@ -142,8 +142,9 @@ class RowSum(NamedTuple):
 
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     """Reduces partial sums to the gradient's shard."""
-    row_sum = partial.row_sum
-    x = reduce_partial_sums(partial.value, row_sum.spec, gatherer)
+    row_sum, ledger = partial.row_sum, gatherer.ledger
+    with ledger.within(row_sum.eqn), ledger.of(row_sum.spec):
+        x = reduce_partial_sums(partial.value, row_sum.spec, gatherer)
     for link in partial.links:
         (x,) = jaxprs.bind(link, [x])
     return x

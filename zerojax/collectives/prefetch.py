@@ -72,7 +72,8 @@ class PrefetchedStacks:
         size = max((gradient.value.size for gradient in done), default=0)
         largest = [gradient for gradient in done if gradient.value.size == size]
         held = order.hold_until(shards, largest, self._gatherer.constrain)
-        return [*fetched, *(self._gathered(x) for x in held if isinstance(x, Shard))]
+        pairs = zip(self._dtypes, held, strict=True)
+        return [*fetched, *(self._gathered(i, x) for i, x in pairs if isinstance(x, Shard))]
 
     def _fetched(self, x: Shard | HostStack, index: jax.Array | int) -> jax.Array:
         value = entry(x.value, index)
@@ -81,12 +82,14 @@ class PrefetchedStacks:
 
     def _entry(self, x: Shard, dtype: jnp.dtype, index: jax.Array | int) -> Shard:
         value = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
-        value = self._gatherer.constrain(value, x.spec[1:]).astype(dtype)
-        return Shard(value, x.spec[1:], gathering=x.gathering)
+        spec = layout.with_leaves(x.spec[1:], x.spec)
+        value = self._gatherer.constrain(value, spec).astype(dtype)
+        return Shard(value, spec, gathering=x.gathering)
 
-    def _gathered(self, shard: Shard) -> jax.Array:
-        quantized = shard.gathering.quantized
-        return self._gatherer.all_gather(shard.value, shard.spec, quantized=quantized)
+    def _gathered(self, i: int, shard: Shard) -> jax.Array:
+        body, quantized = jaxprs.open_jaxpr(self._loop.body)[0], shard.gathering.quantized
+        with self._gatherer.ledger.used_in(body, body.invars[self._loop.first_stack + i]):
+            return self._gatherer.all_gather(shard.value, shard.spec, quantized=quantized)
 
     def first(self) -> list[jax.Array]:
         """Reads the entries that the first iteration needs."""

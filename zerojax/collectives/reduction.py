@@ -71,8 +71,8 @@ def reduce_partial_sums(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax
     if groups:
         shard_spec = tuple(split_order), *unsharded
         aval = jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
-        with gatherer.ledger.reduces(aval, shard_spec, shard_spec, over=gatherer.replicas):
-            x = gatherer.constrain(add_up(x, *range(len(groups))), shard_spec)
+        gatherer.ledger.reduces(aval, shard_spec, shard_spec, over=gatherer.replicas)
+        x = gatherer.constrain(add_up(x, *range(len(groups))), shard_spec)
     return gatherer.constrain(jnp.moveaxis(x.astype(value.dtype), 0, at), spec)
 
 
@@ -91,9 +91,8 @@ def _scattered(
         aval = jax.ShapeDtypeStruct(x.shape[len(devices) :], x.dtype)
         n, unsharded = layout.parts(name, gatherer.mesh), (None,) * (aval.ndim - 1)
         specs = (before or None, *unsharded), (cut, *unsharded)
-        partly = bool(devices) or name != parts[-1]
-        with gatherer.ledger.reduces(aval, *specs, over=n, partly=partly):
-            x = gatherer.constrain(x, (*devices, cut, *unsharded))
+        gatherer.ledger.reduces(aval, *specs, over=n)
+        x = gatherer.constrain(x, (*devices, cut, *unsharded))
     return x
 
 
@@ -131,8 +130,8 @@ def _exchanged(
         sent = []
         for y in quantize(gatherer.constrain(x, spec), widths, form):
             y = gatherer.constrain(y, spec)
-            with gatherer.ledger.exchanges(y, spec, layout.parts(name, gatherer.mesh)):
-                sent.append(gatherer.constrain(y, new_spec))
+            gatherer.ledger.exchanges(y, spec, layout.parts(name, gatherer.mesh))
+            sent.append(gatherer.constrain(y, new_spec))
         codes, scales = sent
         x, spec = add_up(dequantize(codes, scales, form, jnp.float32), source), new_spec
         spec.pop(source)

@@ -19,6 +19,7 @@ from zerojax.collectives import decide, decisions
 from zerojax.collectives.deferred import DeferredReductions, Pending
 from zerojax.collectives.gathering import Gatherer, Scope, plain
 from zerojax.collectives.host import send_to_host, unpadded
+from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.prefetch import PrefetchedStacks
 from zerojax.collectives.shard import (
     Gathering,
@@ -42,6 +43,7 @@ def peeled_scan(
     init: PyTree,
     xs: PyTree,
     loop: ScanParts,
+    ledger: Ledger,
     *,
     peel: bool,
 ) -> tuple[PyTree, PyTree]:
@@ -52,6 +54,7 @@ def peeled_scan(
       init: The first carry.
       xs: The stacks.
       loop: The scan.
+      ledger: Records the collectives of the iterations.
       peel: Whether the first and the last of at least two iterations run outside the loop, the last
         as ``body(carry, entries, last=True)``. The first and the last carry may then have another
         structure than those between iterations.
@@ -60,7 +63,8 @@ def peeled_scan(
     moved = {i: x for i, x in enumerate(leaves) if isinstance(x, MovedStack)}
     others = [x for i, x in enumerate(leaves) if i not in moved]
     if not moved and not peel:
-        return loop.scan(body, init, xs)
+        with ledger.repeats(loop.length):
+            return loop.scan(ledger.last_trace(body), init, xs)
 
     def entries(index: jax.Array | int, others: Sequence[jax.Array]) -> PyTree:
         unmoved = iter(others)
@@ -71,7 +75,9 @@ def peeled_scan(
 
     if not peel:
         indexed = jnp.arange(loop.length), others
-        return loop.scan(lambda carry, at: body(carry, entries(*at)), init, indexed)
+        by_index = ledger.last_trace(lambda carry, at: body(carry, entries(*at)))
+        with ledger.repeats(loop.length):
+            return loop.scan(by_index, init, indexed)
 
     def run(state: PyTree, index: jax.Array | int, **end: bool) -> tuple[PyTree, PyTree]:
         carry, stacks = state
@@ -86,7 +92,9 @@ def peeled_scan(
     state = run((init, None), first)
     if between:
         indices = jnp.asarray(between)
-        state, _ = lax.scan(lambda s, i: (run(s, i), None), state, indices, unroll=loop.unroll)
+        inner = ledger.last_trace(lambda state, i: (run(state, i), None))
+        with ledger.repeats(len(between)):
+            state, _ = lax.scan(inner, state, indices, unroll=loop.unroll)
     return run(state, last, last=True)
 
 
@@ -127,15 +135,21 @@ class Scans(Gatherer):
     def gather_constants(
         self,
         positions: Collection[int],
+        body: AnyJaxpr,
         consts: Sequence[Any],
         scope: Scope,
         rest: Sequence[object] = (),
     ) -> list[object]:
-        """Gathers a loop's constants at ``positions``, which each iteration needs unsharded."""
-        with self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"):
-            return [
-                self.gather(c, scope, rest) if i in positions else c for i, c in enumerate(consts)
-            ]
+        """Gathers the constants at ``positions`` of a loop's body, which each iteration needs
+        unsharded."""
+        given, gathered = jaxprs.open_jaxpr(body)[0].invars, list(consts)
+        for i in sorted(positions):
+            with (
+                self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"),
+                self.ledger.used_in(body, given[i]),
+            ):
+                gathered[i] = self.gather(consts[i], scope, rest)
+        return gathered
 
     def carried(self, values: Sequence[Any], updated: Mapping[int, Spec]) -> list[object]:
         """Returns carried values as an iteration takes them: state that the loop updates as
@@ -234,7 +248,7 @@ class Loop:
         # A gradient may start from the shard of an earlier one, to which the loop only adds.
         self._updated = {i: spec for i, spec in updated.items() if i in decided.carried}
         consts, self._start, xs = parts.operands(values)
-        self._consts = scans.gather_constants(decided.constants, consts, scope, values)
+        self._consts = scans.gather_constants(decided.constants, parts.body, consts, scope, values)
         with scans.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             given = [
                 plain(self._start[i]) if i in self._updated else self._start[i]
@@ -266,6 +280,7 @@ class Loop:
             start,
             _Entries(*orders, prefetched.rest(), self._stacks.rounded),
             self._parts,
+            self._scans.ledger,
             peel=bool(self._decided.prefetched or self._decided.deferred),
         )
 
@@ -353,10 +368,10 @@ class Loop:
         """
         scans, sums = self._scans, self._decided.sums
         specs = {v: sums.spec(v, scans.mesh, scans.axis) for v in sums.roots}
-        by_root = {
-            v: x if (spec := specs[v]) is None else scans.scatter_unsharded(x, spec)
-            for v, x in zip(sums.roots, totals, strict=True)
-        }
+        by_root = {}
+        for v, x in zip(sums.roots, totals, strict=True):
+            with scans.ledger.within(sums.producer(v)), scans.ledger.of(*sums.targets(v)):
+                by_root[v] = x if (spec := specs[v]) is None else scans.scatter_unsharded(x, spec)
         reduced = {}
         for i, terms in sums.terms.items():
             (total,) = scans.gather_all([self._start[i]], self._scope)

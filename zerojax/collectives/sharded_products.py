@@ -73,11 +73,10 @@ class Product(NamedTuple):
                 operands[self.sent] = self._all_rows(values, gatherer, scope)
             (result,) = jaxprs.bind(self.eqn, operands)
             if self.sent != RESULT:
-                with gatherer.ledger.completes():
-                    return _by_column(result, self.columns[RESULT], gatherer)
+                return _by_column(result, self.columns[RESULT], gatherer)
             by_row = self._by_row(result.shape, gatherer, scope)
-            with gatherer.ledger.reduces(result, (None,) * result.ndim, by_row):
-                return gatherer.constrain(result, by_row)
+            gatherer.ledger.reduces(result, (None,) * result.ndim, by_row)
+            return gatherer.constrain(result, by_row)
 
     def _all_rows(self, values: Sequence[jax.Array], gatherer: Gatherer, scope: Scope) -> jax.Array:
         """Returns all rows of the operand that is sent. Without the constraint to the device's rows
@@ -90,8 +89,8 @@ class Product(NamedTuple):
         source = lax.optimization_barrier((x, values[1 - self.sent]))[0] if was_dropped else x
         by_row, unsharded = self._by_row(x.shape, gatherer, scope), (None,) * x.ndim
         source = gatherer.constrain(source, by_row)
-        with gatherer.ledger.gathers(source, by_row, unsharded):
-            gathered = gatherer.constrain(source, unsharded)
+        gatherer.ledger.gathers(source, by_row, unsharded)
+        gathered = gatherer.constrain(source, unsharded)
         scope.emitted.all_rows[id(x)] = x, gathered
         if not scope.share:
             _drop_oldest(scope.emitted.all_rows, self.size)

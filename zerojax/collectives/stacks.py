@@ -20,6 +20,7 @@ from zerojax.collectives.gathering import is_sharded, plain
 from zerojax.collectives.narrow import narrowest, widened, widenings
 from zerojax.collectives.prefetch import PrefetchedStacks
 from zerojax.collectives.shard import FilledStack, Gathering, MovedStack, Shard, UnshardedCopy
+from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 
 
@@ -75,7 +76,8 @@ class LoopStacks:
     def _operand(self, x: object, entry: jax.Array, known: jax.Array | None) -> Shard | jax.Array:
         if not isinstance(x, Shard):
             return entry
-        shard = widened(x.with_value(entry, x.spec[1:]).with_copy(known), widenings(x))
+        spec = layout.with_leaves(x.spec[1:], x.spec)
+        shard = widened(x.with_value(entry, spec).with_copy(known), widenings(x))
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
     def stack(self, i: int, y: object) -> object:
@@ -98,7 +100,8 @@ class LoopStacks:
             return y
         form = self._forms[i]
         gathering = Gathering(quantized=form.quantized)
-        return widened(Shard(y, (None, *form.spec), form.gathered, gathering), form.dtypes)
+        spec = layout.with_leaves((None, *form.spec), form.spec)
+        return widened(Shard(y, spec, form.gathered, gathering), form.dtypes)
 
 
 def _as_read(x: object) -> jax.Array | MovedStack | None:

@@ -11,7 +11,7 @@ maps the variables of a program to the specs that :func:`trace_back` returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -21,7 +21,7 @@ from zerojax.collectives import propagate
 from zerojax.devices.mesh import zero_axis
 from zerojax.graph.analysis import Analysis
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import ELEMENTWISE, LABELS, OVERWRITES
+from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, OVERWRITES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -45,25 +45,15 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
     """
     graph = graph_of(jaxpr)
 
-    def of_gradient(v: Atom) -> Spec:
-        """Returns the spec of a marked gradient. The step's constraint directly follows the mark; a
-        constraint without a mark is the user's, usually one of an activation."""
-        uses = [use.equation for use in graph.users(v)]
-        specs = [spec_of(use) for use in uses if use.primitive is prims.sharding_constraint_p]
-        found = [layout.join_axes(x, zero_axis(mesh), mesh) for x in specs if x is not None]
-        return found[0] if found else (None,) * v.aval.ndim
-
     def of_operands(eqn: Equation, specs: Sequence[Spec | None]) -> Sequence[Spec | None]:
         spec = specs[0] if len(specs) == 1 else None
         if spec is None and marks.is_mark(eqn, marks.GRADIENT):
-            spec = of_gradient(eqn.outvars[0])
+            spec = of_gradient(jaxpr, eqn.outvars[0], mesh)
         if spec is None:
             return [None] * len(eqn.invars)
-        if eqn.primitive.name in _PASSES:
-            shape = eqn.outvars[0].aval.shape
-            return [spec if v.aval.shape == shape else None for v in eqn.invars]
-        found = propagate.operand_specs(eqn, spec, mesh)
-        return [None if graph.is_zeros(v) else found.get(i) for i, v in enumerate(eqn.invars)]
+        specs = _of_operands(eqn, spec, mesh)
+        pairs = zip(eqn.invars, specs, strict=True)
+        return [None if graph.is_zeros(v) else each for v, each in pairs]
 
     # Of the uses of a value, the last one that has a spec counts; of its returns, too.
     analysis: Analysis[Spec | None] = Analysis(
@@ -77,8 +67,56 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
     }
     ends = [None if isinstance(v, core.Literal) else returned.get(v) for v in jaxpr.outvars]
     found = analysis.backward(jaxpr, ends).of
-    marked = {v: of_gradient(v) for v in marks.gradients(jaxpr)}
+    marked = {v: of_gradient(jaxpr, v, mesh) for v in marks.gradients(jaxpr)}
     return marked | {v: spec for v, spec in found.items() if spec is not None}
+
+
+def _of_operands(eqn: Equation, spec: Spec, mesh: Mesh) -> list[Spec | None]:
+    """Returns the target specs of the operands that supply the elements of an equation's result,
+    from that of the result; None for other operands."""
+    if eqn.primitive.name in _PASSES:
+        shape = eqn.outvars[0].aval.shape
+        return [spec if v.aval.shape == shape else None for v in eqn.invars]
+    found = propagate.operand_specs(eqn, spec, mesh)
+    specs = map(found.get, range(len(eqn.invars)))
+    return [None if each is None else layout.with_leaves(each, spec) for each in specs]
+
+
+def of_gradient(jaxpr: HasEquations, v: Atom, mesh: Mesh) -> Spec:
+    """Returns the spec of a marked gradient ``v``. The step's constraint directly follows the mark;
+    a constraint without a mark is the user's, usually one of an activation."""
+    graph = graph_of(jaxpr)
+    uses = [use.equation for use in graph.users(v)]
+    specs = [spec_of(use) for use in uses if use.primitive is prims.sharding_constraint_p]
+    found = [layout.join_axes(x, zero_axis(mesh), mesh) for x in specs if x is not None]
+    spec = layout.LeafSpec(found[0] if found else (None,) * v.aval.ndim)
+    spec.leaves = (marks.path_of(graph.producer(v)),)
+    return spec
+
+
+def is_reduced(
+    jaxpr: HasEquations, v: Atom, spec: Spec, mesh: Mesh, by_rows: Callable[[Atom], bool]
+) -> bool:
+    """Returns whether :func:`trace_back` follows the constraint of a value to the equations at
+    which its terms are reduced: not to an argument of the program, nor to a ``cond`` or ``while``.
+
+    Args:
+      jaxpr: An open jaxpr.
+      v: One of its variables.
+      spec: The target spec of ``v``.
+      mesh: The mesh of all specs.
+      by_rows: Whether a value depends on rows of the batch; other terms need no reduction.
+    """
+    eqn = graph_of(jaxpr).producer(v)
+    if not by_rows(v):
+        return True
+    if eqn is None or eqn.primitive.name in BRANCHES:
+        return False
+    if eqn.primitive in jaxprs.CALLS:
+        (inner,) = jaxprs.bodies(eqn)
+        return is_reduced(inner, inner.outvars[eqn.outvars.index(v)], spec, mesh, by_rows)
+    pairs = zip(eqn.invars, _of_operands(eqn, spec, mesh), strict=True)
+    return all(is_reduced(jaxpr, x, each, mesh, by_rows) for x, each in pairs if each is not None)
 
 
 def passes(eqn: Equation, wants: Mapping[Atom, Spec], mesh: Mesh) -> bool:
@@ -92,7 +130,8 @@ def passes(eqn: Equation, wants: Mapping[Atom, Spec], mesh: Mesh) -> bool:
 def of_scan_body(loop: ScanParts, want: Sequence[Spec | None]) -> list[Spec | None]:
     """Returns the target specs of one iteration's results, from those of the scan's results."""
     carried, stacks = loop.results(want)
-    return [*carried, *(None if s is None or s[0] else s[1:] for s in stacks)]
+    entries = (None if s is None or s[0] else layout.with_leaves(s[1:], s) for s in stacks)
+    return [*carried, *entries]
 
 
 def _of_starts(eqn: Equation, specs: Sequence[Spec | None]) -> Sequence[Spec | None]:

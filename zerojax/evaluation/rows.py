@@ -21,7 +21,6 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import Choices, Reduction
 from zerojax.accumulation.flat import flatten
 from zerojax.accumulation.kinds import FIXED, RowKind
-from zerojax.accumulation.lines import where
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.accumulation.split import ByPart, split
 from zerojax.accumulation.symbolic import Symbolic, TracedRows, UnevenError
@@ -31,6 +30,7 @@ from zerojax.evaluation.undivided import RUNS_OVER, TOGETHER, Undivided
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import where
 from zerojax.xla.types import AnyJaxpr, Atom, Equation
 
 

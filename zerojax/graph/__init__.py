@@ -11,6 +11,5 @@ changes a program.
   such analyses.
 - ``search``: the equations at any depth. ``primitives``: families of primitives that rules treat
   alike.
-- ``operations``: a program as one list, with calls inlined; only the table of collectives needs it.
 - ``cache``: results that are kept for as long as their jaxpr exists.
 """

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from jax.extend import core
+from jax.extend.core import primitives as prims
 
 from zerojax.graph.cache import cached_by_jaxpr
+from zerojax.graph.def_use import graph_of
+from zerojax.graph.primitives import MOVES_OR_ROUNDS
 from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr
+from zerojax.xla.types import Atom, Equation, HasEquations, Jaxpr
 
 
 def everything(equation: Equation) -> bool:
@@ -40,6 +44,65 @@ def equations(
             if id(body) not in seen:
                 seen.add(id(body))
                 yield from equations(body, enters, seen)
+
+
+class Run(NamedTuple):
+    """An equation that a program runs.
+
+    Attributes:
+      equation: The equation.
+      program: The program that contains it, the whole one or one inside it.
+      times: The number of runs, including the iterations of the loops around it.
+      exact: False in a loop with an unknown number of iterations; such a loop counts once.
+    """
+
+    equation: Equation
+    program: HasEquations
+    times: int
+    exact: bool
+
+
+def needed_runs(program: HasEquations, times: int = 1, *, exact: bool = True) -> Iterator[Run]:
+    """Yields the runs of the equations, at any depth, that the results of a program need, each
+    before those inside it.
+
+    Args:
+      program: The program.
+      times, exact: Those of the program itself, as in :class:`Run`.
+    """
+    for equation in graph_of(program).backward_slice(program.outvars).equations:
+        yield Run(equation, program, times, exact)
+        loop, known = jaxprs.scan_parts(equation), equation.primitive is not prims.while_p
+        for region in regions(equation):
+            inside = times if loop is None else times * loop.length
+            yield from needed_runs(region.jaxpr, inside, exact=exact and known)
+
+
+def first_use(jaxpr: HasEquations, v: Atom) -> Equation | None:
+    """Returns the first equation, at any depth, that does more with a value than to move or round
+    it; None if there is none."""
+    for use in graph_of(jaxpr).users(v):
+        found = _first_beyond(jaxpr, *use)
+        if found is not None:
+            return found
+    return None
+
+
+def _first_beyond(jaxpr: HasEquations, equation: Equation, i: int) -> Equation | None:
+    """Returns what :func:`first_use` returns for operand ``i`` of an equation."""
+    if runs_regions(equation):
+        return first_inside(equation, i)
+    if equation.primitive.name not in MOVES_OR_ROUNDS:
+        return equation
+    return next(filter(None, (first_use(jaxpr, out) for out in equation.outvars)), None)
+
+
+def first_inside(equation: Equation, i: int) -> Equation | None:
+    """Returns what :func:`first_use` returns for operand ``i`` of a call, a loop or a choice, in
+    the programs inside."""
+    inside = ((region.jaxpr, region.argument(i)) for region in regions(equation))
+    found = (first_use(body, x) for body, x in inside if x is not None)
+    return next(filter(None, found), None)
 
 
 def named(jaxpr: Jaxpr, *names: str) -> Iterator[Equation]:

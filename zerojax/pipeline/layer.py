@@ -23,12 +23,12 @@ from jax.extend.core import primitives as prims
 from jax.extend.random import threefry2x32_p
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.accumulation.lines import where
 from zerojax.accumulation.symbolic import growing
 from zerojax.graph.primitives import DRAWS
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import where
 from zerojax.xla.types import AnyJaxpr, Equation
 
 _GENERATOR = "threefry2x32"

@@ -22,7 +22,6 @@ from zerojax.accumulation.equation_analysis import MIXES, Choices
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.instances import global_instance, instance
 from zerojax.accumulation.kinds import FIXED, RowKind, mixed
-from zerojax.accumulation.lines import where
 from zerojax.accumulation.roles import Roles
 from zerojax.accumulation.run import Trace, accumulator, symbolic_step
 from zerojax.accumulation.symbolic import TracedRows, UnevenError, growing
@@ -33,6 +32,7 @@ from zerojax.pipeline.loop import LayerLoop
 from zerojax.pipeline.schedule import Schedule
 from zerojax.pipeline.slots import Slots, to_slots
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import where
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree, Value
 
 _FOLLOWED = ELEMENTWISE | LABELS

@@ -32,6 +32,27 @@ Spec: TypeAlias = tuple[SpecEntry, ...]
 AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 
 
+class LeafSpec(tuple[SpecEntry, ...]):
+    """A spec that has the paths of the leaves of the state whose arrays, or whose gradients, it
+    shards. It equals a spec without paths.
+
+    Attributes:
+      leaves: The paths.
+    """
+
+    leaves: tuple[str, ...]
+
+
+def with_leaves(spec: Spec, *others: object) -> Spec:
+    """Returns ``spec`` with the leaves of other specs, as far as they are known."""
+    leaves = dict.fromkeys(leaf for other in others for leaf in getattr(other, "leaves", ()))
+    if not leaves:
+        return spec
+    named = LeafSpec(spec)
+    named.leaves = tuple(leaves)
+    return named
+
+
 class SubAxis(NamedTuple):
     """A part of a mesh axis.
 

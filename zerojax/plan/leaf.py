@@ -72,8 +72,10 @@ class Leaf:
 
     @property
     def full_spec(self) -> Spec:
-        """The PartitionSpec with an entry for each dimension."""
-        return layout.full(self.spec, len(self.shape))
+        """The PartitionSpec with an entry for each dimension, and with the array's path."""
+        spec = layout.LeafSpec(layout.full(self.spec, len(self.shape)))
+        spec.leaves = (self.path,)
+        return spec
 
     @property
     def sharded(self) -> bool:

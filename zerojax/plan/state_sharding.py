@@ -352,7 +352,7 @@ class Plan(Summarized):
         small = self.config.small_array_size
         if not 1 < size < n or is_small(leaf.shape, spec, self.axis, small):
             return None
-        inner_spec = layout.inside(spec, self.axis, n // size)
+        inner_spec = layout.with_leaves(layout.inside(spec, self.axis, n // size), spec)
         n_shards = math.prod(
             layout.parts(e, self.mesh) for e in layout.only(inner_spec, [self.axis])
         )

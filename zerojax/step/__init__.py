@@ -18,7 +18,7 @@ out. In reading order:
   ``extra_state``: the specs of new state that no wrapped optimizer computes.
 - ``offloaded``, ``gradient_program``, ``optimizer_update``: the state is stored elsewhere; several
   programs.
-- ``emitted``, ``collective_origins``, ``collectives_table``: the table of a step's collectives.
+- ``collectives_table``: the table of a step's collectives.
 - ``sequence``, ``per_device``: rows sharded along their tokens, and a kernel within a step, both
   for the authors of models.
 """

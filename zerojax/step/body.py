@@ -13,7 +13,6 @@ import optax
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
-from zerojax.accumulation.lines import line
 from zerojax.graph.search import equations
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import split_state
@@ -25,6 +24,7 @@ from zerojax.trace.marks import GRADIENT, count, is_mark
 from zerojax.train_state.results import summary, take_out
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import jaxprs
+from zerojax.xla.lines import line
 from zerojax.xla.types import Jaxpr, PyTree
 
 

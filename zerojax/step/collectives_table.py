@@ -3,53 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from zerojax.collectives.decisions import NORM, SCATTER, Decision
 from zerojax.plan.table import columns, size
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectiveRow:
-    """One collective that zerojax requests.
-
-    Attributes:
-      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
-      arrays: The paths of the parameters that are sent, or whose gradients are sent; several for
-        values that are computed from several parameters; none for other values.
-      shape: Shape of the array that is sent: after a gather, or before a scatter.
-      dtype: Dtype of that array.
-      bytes: Bytes that each device sends in one run, over a ring: (n - 1) / n of the array for n
-        devices, twice that for an all-reduce.
-      times: Runs in a step, including the iterations of the loops around the collective; each
-        branch of a conditional counts.
-      exact: False in a loop with an unknown number of iterations; such a loop counts once.
-      where: "entry", "before the loop", "use", "loop", "loop, prefetched", "loop, deferred",
-        "after the loop", "produced", "update" or "between stages".
-      reason: The reason for the place.
-      line: The line of the program that uses the array, or that its gradient comes from, as
-        "model.py:7"; empty if unknown.
-    """
-
-    kind: str
-    arrays: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    times: int
-    exact: bool
-    where: str
-    reason: str
-    line: str
-
-    @property
-    def array(self) -> str:
-        """The paths, joined by commas."""
-        return ", ".join(self.arrays)
-
-    @property
-    def bytes_a_step(self) -> int:
-        """Bytes that each device sends in a step."""
-        return self.bytes * self.times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +19,26 @@ class CollectivesTable:
     """
 
     name: str
-    rows: tuple[CollectiveRow, ...]
+    rows: tuple[Decision, ...]
+
+    @classmethod
+    def of(cls, name: str, decisions: Sequence[Decision], paths: Sequence[str]) -> CollectivesTable:
+        """Returns the collectives of a step. A gradient has its path among the parameters, which
+        ends one of ``paths``, those of the state. The norm of gradients that no device has as a
+        shard is computed without a collective."""
+
+        def of_state(array: str) -> str:
+            return next((path for path in paths if path.endswith(array)), array)
+
+        has_shards = any(each.kind == SCATTER for each in decisions)
+        return cls(
+            name,
+            tuple(
+                dataclasses.replace(each, arrays=tuple(map(of_state, each.arrays)))
+                for each in decisions
+                if has_shards or each.reason != NORM
+            ),
+        )
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Returns the bytes that each device sends in a step, by kind of collective."""
@@ -90,9 +66,9 @@ RIGHT = (4, 5)
 """The columns that are right-aligned."""
 
 
-def _merged_rows(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
+def _merged_rows(rows: Iterable[Decision]) -> Iterator[Decision]:
     """Merges rows that differ only in the array into one row, with the sum of their runs."""
-    alike: dict[CollectiveRow, list[CollectiveRow]] = {}
+    alike: dict[Decision, list[Decision]] = {}
     for row in rows:
         alike.setdefault(dataclasses.replace(row, arrays=()), []).append(row)
     for group in alike.values():
@@ -101,7 +77,7 @@ def _merged_rows(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
         yield dataclasses.replace(group[0], arrays=tuple(arrays), times=times)
 
 
-def _cells(row: CollectiveRow) -> tuple[str, ...]:
+def _cells(row: Decision) -> tuple[str, ...]:
     return (
         row.kind,
         _arrays(row.arrays),

@@ -106,7 +106,7 @@ def evaluate_body(
     kept = gather_once.decide(closed, given, kept, inserter, rows, fill=fill)
 
     # Emit the step with its collectives.
-    given = gather_once.gather(given, kept, inserter)
+    given = gather_once.gather(given, kept, inserter, closed)
     if k > 1:
         several = whole if setting.function.form.several else ()
         roles = roles_of(setting.body.name, start, batch, shapes, several)

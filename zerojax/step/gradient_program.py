@@ -23,14 +23,14 @@ from zerojax.monitor.after_step import Signals
 from zerojax.offload.disk_params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import ZeroOptState, unscaled
-from zerojax.plan.places import DEVICE, DISK
+from zerojax.plan.places import DEVICE
 from zerojax.plan.state_sharding import layout
 from zerojax.plan.stored import pad
 from zerojax.step.call import Static
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.optimizer_update import OptimizerUpdate
-from zerojax.step.program import StepSetting, TracedProgram
+from zerojax.step.program import StepSetting
 from zerojax.step.view import View, collecting, constrainer
 from zerojax.trace.marks import GRADIENT
 from zerojax.train_state.results import beside
@@ -110,16 +110,10 @@ class GradientProgram:
             self._reader.check((result.grads, result.out))
         return result
 
-    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
-        """Traces the program for abstract or concrete arguments."""
-        leaves = self._setting.plan.compute
-        taken = [leaf.path for leaf in leaves if leaf.place != DISK]
-        used = [leaf.path for leaf, uses in zip(leaves, self._update.uses, strict=True) if uses]
-        return TracedProgram(self._traced(parts, batch, args, kwargs).jaxpr, taken, used)
-
-    def _traced(
+    def traced(
         self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> jax.stages.Traced:
+        """Traces the program for abstract or concrete arguments."""
         batch = self._setting.layout.abstract(batch)
         further = self._setting.divide(args, kwargs)
         return self._jitted.trace(self._taken(parts), batch, *further)
@@ -127,7 +121,7 @@ class GradientProgram:
     @seldom_collected()
     def lowered(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> LoweredProgram:
         """Lowers the program for abstract or concrete arguments."""
-        traced = self._traced(parts, batch, args, kwargs)
+        traced = self.traced(parts, batch, args, kwargs)
         return LoweredProgram(GRADIENTS, compat.lower_for(traced, self._setting.plan.mesh))
 
     def _taken(self, parts: Parts) -> Parts:

@@ -17,7 +17,7 @@ from zerojax.placement.states import abstract
 from zerojax.plan.places import DISK
 from zerojax.step.gradient_program import GradientProgram
 from zerojax.step.optimizer_update import OptimizerUpdate
-from zerojax.step.program import StepResult, StepSetting, TracedProgram
+from zerojax.step.program import StepResult, StepSetting
 from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
@@ -72,7 +72,9 @@ class OffloadedStep:
     def recompute(self) -> None:
         """See :meth:`StepProgram.recompute`. These programs leave out no pass of XLA."""
 
-    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
+    def traced(
+        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> jax.stages.Traced:
         """Traces the program of the gradients."""
         return self._gradients.traced(self._given(parts), batch, args, kwargs)
 

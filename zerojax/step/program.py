@@ -28,7 +28,7 @@ from zerojax.step.further_arguments import ArgumentReader
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
-from zerojax.xla.types import Jaxpr, PyTree
+from zerojax.xla.types import PyTree
 
 
 class StepSetting:
@@ -142,20 +142,6 @@ class StepResult(NamedTuple):
     signals: Signals
 
 
-class TracedProgram(NamedTuple):
-    """A step's traced program.
-
-    Attributes:
-      jaxpr: The closed jaxpr.
-      arguments: The paths of the leaves that are its first arguments.
-      results: The paths of the leaves that are its first results.
-    """
-
-    jaxpr: Jaxpr
-    arguments: Sequence[str]
-    results: Sequence[str]
-
-
 class StepProgram(Protocol):
     """A compiled step: resident, in one program, or offloaded, in several.
 
@@ -170,7 +156,9 @@ class StepProgram(Protocol):
     def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         """Runs the step on a state and a batch that are placed as planned."""
 
-    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
+    def traced(
+        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> jax.stages.Traced:
         """Traces the program that runs the user's step, for abstract or concrete arguments."""
 
     def lowered(

@@ -15,7 +15,7 @@ from zerojax.step.call import Static
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.partial_update import to_shards
-from zerojax.step.program import StepResult, StepSetting, TracedProgram
+from zerojax.step.program import StepResult, StepSetting
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import FlatParts, Parts
@@ -102,14 +102,10 @@ class ResidentStep:
         result: StepResult = self._jitted(plan.stored(flat), batch, *further)
         return result if plan.plain else result._replace(flat=plan.shown(result.flat))
 
-    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
-        """Traces the one program."""
-        paths = [leaf.path for leaf in self.setting.plan.all_leaves()]
-        return TracedProgram(self._traced(parts, batch, args, kwargs).jaxpr, paths, paths)
-
-    def _traced(
+    def traced(
         self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> jax.stages.Traced:
+        """Traces the one program."""
         setting = self.setting
         flat = FlatParts.of(abstract(parts, setting.plan, at_rest=True))
         batch = setting.layout.abstract(batch)
@@ -122,6 +118,6 @@ class ResidentStep:
         setting = self.setting
         reaches = reaches_host(setting.config)
         with seldom_collected():
-            traced = self._traced(parts, batch, args, kwargs)
+            traced = self.traced(parts, batch, args, kwargs)
             program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
         yield LoweredProgram(STEP, program)

@@ -31,7 +31,6 @@ from zerojax.step.arguments import Arguments, LastSlots
 from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
-from zerojax.step.emitted import collectives_of
 from zerojax.step.find_optimizer import find_optimizer
 from zerojax.step.last import Continue, LastState, returned_state, updated_objects
 from zerojax.step.offloaded import OffloadedStep
@@ -328,8 +327,9 @@ class Step(Decorated[P, R]):
         with self._checked(args, kwargs, self._fresh) as (program, parts, call):
             inserter = program.setting.inserter
             inserter.ledger = Ledger(inserter.mesh, asked=True)
-            traced = program.traced(parts, call.batch, call.args, call.kwargs)
-        return collectives_of(self._arguments.name, traced, inserter.ledger)
+            program.traced(parts, call.batch, call.args, call.kwargs)
+            paths = [leaf.path for leaf in program.setting.plan.compute]
+        return CollectivesTable.of(self._arguments.name, inserter.ledger.decisions, paths)
 
     def recomputed_names(self, *args: PyTree, **kwargs: PyTree) -> list[str]:
         """Returns the names, by ``jax.ad_checkpoint.checkpoint_name``, of values that

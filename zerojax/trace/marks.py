@@ -33,17 +33,31 @@ LOSS = "zerojax loss"
 """The loss that is multiplied by the factor."""
 SHARD = "zerojax shard"
 """An array of the state of which each device needs only its shard."""
+_NAMES = GRADIENT, UNUSED, SEED, LOSS, SHARD
 
 
 def mark(tree: PyTree, name: str) -> PyTree:
-    """Marks the arrays of a tree."""
+    """Marks the arrays of a tree, each also with its path in the tree."""
     # Under jax_remat3 checkpoint_name binds a primitive that does not outlast the trace.
-    return jax.tree.map(lambda x: prims.name_p.bind(x, name=name), tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: prims.name_p.bind(x, name=f"{name} {jax.tree_util.keystr(path)}"), tree
+    )
+
+
+def name_of(eqn: Equation) -> str:
+    """Returns the name of a mark, or of another named value; empty for other equations."""
+    name = str(jaxprs.param(eqn, "name")) if eqn.primitive.name == "name" else ""
+    return next((known for known in _NAMES if name.startswith(known)), name)
 
 
 def is_mark(eqn: Equation, name: str) -> bool:
     """Returns whether an equation is a mark of this name."""
-    return eqn.primitive.name == "name" and jaxprs.param(eqn, "name") == name
+    return name_of(eqn) == name
+
+
+def path_of(eqn: Equation) -> str:
+    """Returns the path of the array that an equation marks, in the tree that was marked."""
+    return str(jaxprs.param(eqn, "name")).removeprefix(name_of(eqn)).strip()
 
 
 def gradients(jaxpr: HasEquations) -> list[Atom]:
@@ -111,7 +125,7 @@ def origins_of(jaxpr: Jaxpr, name: str) -> dict[str, list[MarkOrigins]]:
 
     @analysis.rule("name")
     def _(eqn: Equation, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
-        if (mark := jaxprs.param(eqn, "name")) in origins and ins[0]:
+        if (mark := name_of(eqn)) in origins and ins[0]:
             origins[mark].append(ins[0])
         return result_origins(eqn, ins)
 

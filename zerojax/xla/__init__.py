@@ -11,5 +11,5 @@ this room knows stages or plans. In reading order:
 - ``unused``: arguments and equations that no result needs.
 - ``compat``: differences between versions of jax, and private names of JAX and Python.
 - ``compiler``: options for XLA by mesh. ``lowered``: names of programs and of their arguments.
-- ``garbage``: Python's garbage collector during a trace.
+- ``lines``: the user's line of an equation. ``garbage``: Python's garbage collector during a trace.
 """

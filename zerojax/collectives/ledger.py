@@ -22,6 +22,7 @@ from zerojax.collectives import decisions, target_specs
 from zerojax.collectives.decisions import Decision, group, payload, summed_over
 from zerojax.devices.mesh import STAGE, stage_size, zero_axis
 from zerojax.graph.def_use import graph_of
+from zerojax.graph.primitives import BRANCHES
 from zerojax.graph.reach import dependent
 from zerojax.graph.search import first_inside, first_use, needed_runs
 from zerojax.hlo.traffic import ring_bytes
@@ -80,7 +81,7 @@ class Ledger:
         self.decisions: list[Decision] = []
         self._mesh, self.asked = mesh, asked
         self._contexts = [_Context()]
-        self._depends: dict[Atom, bool] = {}
+        self._depends: set[Atom] = set()
         self._looked_up: dict[tuple[int, int], Shaped] = {}
         self._reduced: dict[int, tuple[jax.Array, list[Decision]]] = {}
         self._over, self._deferred = summed_over(mesh), False
@@ -100,14 +101,15 @@ class Ledger:
         return other
 
     def follow(self, jaxpr: HasEquations, by_rows: Sequence[bool]) -> None:
-        """Finds the values of a program that depend on its arguments that have rows."""
+        """Finds the values of the program that runs next that depend on its arguments that have
+        rows."""
         if self.asked:
-            self._depends |= dependent(jaxpr, by_rows)
+            self._depends = {v for v, depends in dependent(jaxpr, by_rows).items() if depends}
 
     def by_rows(self, *values: Atom) -> bool:
         """Returns whether one of the values depends on rows of the batch, so that devices with
         other rows have other values."""
-        return any(self._depends.get(v) for v in jaxprs.variables(values))
+        return not self._depends.isdisjoint(jaxprs.variables(values))
 
     def reduced(self, values: Sequence[jax.Array], first: int) -> None:
         """Records that the decisions from number ``first`` on reduce a value, the only one."""
@@ -116,16 +118,22 @@ class Ledger:
 
     def awaits(self, values: Iterable[jax.Array]) -> None:
         """Records that other values wait for reduced ones, so that XLA reduces each of them."""
-        for value in values if self.asked else ():
-            self._reduced.pop(id(value), None)
+        awaited = {id(sent) for x in values for sent in self._reduced.get(id(x), (x, []))[1]}
+        self._reduced = {
+            key: (value, sent)
+            for key, (value, sent) in self._reduced.items()
+            if awaited.isdisjoint(map(id, sent))
+        }
 
     def recording(self, run: Run, jaxpr: HasEquations) -> Run:
         """Returns the function that runs an equation of a program so that the ledger knows which
         one runs."""
         graph = graph_of(jaxpr)
+        needed = {*map(id, graph.backward_slice(jaxpr.outvars).equations)} if self.asked else {}
 
         def recorded(eqn: Equation, values: list[Any]) -> Sequence[Any]:
-            with self.within(eqn):
+            is_needed = id(eqn) in needed
+            with self.within(eqn), contextlib.nullcontext() if is_needed else self.unrecorded():
                 outs = run(eqn, values)
             if all(graph.times_used(v) == 1 for v in jaxprs.variables(eqn.invars)):
                 self._follow_reduced(eqn, values, outs)
@@ -135,12 +143,11 @@ class Ledger:
 
     def _follow_reduced(self, eqn: Equation, values: Sequence[Any], outs: Sequence[Any]) -> None:
         """Follows reduced values through an equation. XLA adds the operands of equal reductions
-        whose results are added up, and reduces the sum once."""
+        whose results are added up, and reduces the sum once; not if a reduction takes several
+        collectives, over one part of the devices after another."""
         found = [self._reduced.get(id(x), (None, []))[1] for x in values]
         match eqn.primitive.name, found:
-            case (("add" | "add_any"), [one, other]) if (
-                one and _alike(one, other) and one is not other
-            ):
+            case (("add" | "add_any"), [one, other]) if one is not other and _alike(one, other):
                 left_out = {*map(id, one)}
                 self.decisions[:] = [each for each in self.decisions if id(each) not in left_out]
                 self._reduced[id(outs[0])] = outs[0], other
@@ -201,8 +208,9 @@ class Ledger:
         if not self.asked:
             return contextlib.nullcontext()
         running = *self._contexts[-1].running, eqn
-        by_rows = self.by_rows(*(v for v in eqn.invars if v.aval.shape))
-        return self._context(running=running, by_rows=by_rows)
+        is_choice = eqn.primitive.name in BRANCHES  # whose branches compute sums, if any
+        arrays = [v for v in eqn.invars if v.aval.shape]
+        return self._context(running=running, by_rows=not is_choice and self.by_rows(*arrays))
 
     def of(self, *specs: object) -> contextlib.AbstractContextManager[None]:
         """Sets the leaves of the state to those of the specs; unchanged if they have none."""
@@ -356,6 +364,6 @@ class Ledger:
 
 
 def _alike(one: Sequence[Decision], other: Sequence[Decision]) -> bool:
-    """Returns whether decisions, at least one, send arrays of one form in the same way."""
+    """Returns whether two reductions of one collective each send arrays of one form."""
     forms = [[(x.kind, x.shape, x.dtype, x.bytes) for x in each] for each in (one, other)]
-    return bool(one) and forms[0] == forms[1]
+    return len(one) == 1 and forms[0] == forms[1]

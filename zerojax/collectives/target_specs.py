@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.collectives import propagate
 from zerojax.devices.mesh import zero_axis
 from zerojax.graph.analysis import Analysis
-from zerojax.graph.def_use import graph_of
+from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, OVERWRITES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -51,9 +51,7 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
             spec = of_gradient(jaxpr, eqn.outvars[0], mesh)
         if spec is None:
             return [None] * len(eqn.invars)
-        specs = _of_operands(eqn, spec, mesh)
-        pairs = zip(eqn.invars, specs, strict=True)
-        return [None if graph.is_zeros(v) else each for v, each in pairs]
+        return _of_operands(eqn, spec, graph, mesh)
 
     # Of the uses of a value, the last one that has a spec counts; of its returns, too.
     analysis: Analysis[Spec | None] = Analysis(
@@ -71,14 +69,15 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
     return marked | {v: spec for v, spec in found.items() if spec is not None}
 
 
-def _of_operands(eqn: Equation, spec: Spec, mesh: Mesh) -> list[Spec | None]:
+def _of_operands(eqn: Equation, spec: Spec, graph: Graph, mesh: Mesh) -> list[Spec | None]:
     """Returns the target specs of the operands that supply the elements of an equation's result,
-    from that of the result; None for other operands."""
+    from that of the result; None for other operands, such as the zeros that an entry is added
+    to."""
     if eqn.primitive.name in _PASSES:
         shape = eqn.outvars[0].aval.shape
         return [spec if v.aval.shape == shape else None for v in eqn.invars]
     found = propagate.operand_specs(eqn, spec, mesh)
-    specs = map(found.get, range(len(eqn.invars)))
+    specs = [None if graph.is_zeros(v) else found.get(i) for i, v in enumerate(eqn.invars)]
     return [None if each is None else layout.with_leaves(each, spec) for each in specs]
 
 
@@ -107,7 +106,8 @@ def is_reduced(
       mesh: The mesh of all specs.
       by_rows: Whether a value depends on rows of the batch; other terms need no reduction.
     """
-    eqn = graph_of(jaxpr).producer(v)
+    graph = graph_of(jaxpr)
+    eqn = graph.producer(v)
     if not by_rows(v):
         return True
     if eqn is None or eqn.primitive.name in BRANCHES:
@@ -115,7 +115,7 @@ def is_reduced(
     if eqn.primitive in jaxprs.CALLS:
         (inner,) = jaxprs.bodies(eqn)
         return is_reduced(inner, inner.outvars[eqn.outvars.index(v)], spec, mesh, by_rows)
-    pairs = zip(eqn.invars, _of_operands(eqn, spec, mesh), strict=True)
+    pairs = zip(eqn.invars, _of_operands(eqn, spec, graph, mesh), strict=True)
     return all(is_reduced(jaxpr, x, each, mesh, by_rows) for x, each in pairs if each is not None)
 
 

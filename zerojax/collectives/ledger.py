@@ -345,8 +345,8 @@ class Ledger:
 
     def _note(self, kind: str, x: Shaped, sent: int, devices: int) -> None:
         context, gathers = self._contexts[-1], kind == decisions.GATHER
-        sources = (jaxprs.source(eqn).traceback for eqn in reversed(context.running))
-        lines = (line(source, models=True) for source in sources)
+        sources = map(jaxprs.source, reversed(context.running))
+        lines = (line(source.traceback, models=True) for source in sources)
         self.decisions.append(
             Decision(
                 kind,

@@ -90,8 +90,6 @@ REDUCTIONS = frozenset(
 )
 """Reductions: each device reduces its shard, and XLA combines the results."""
 
-GENERAL_SUMS = frozenset({"reduce", "reduce_sum"})
-
 CONTRACTIONS = frozenset({"dot_general"})
 """Products of two arrays, see :mod:`zerojax.graph.contractions`."""
 
@@ -115,8 +113,7 @@ WINDOWS = frozenset({
 })  # fmt: skip
 
 SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
-LOOKUPS = SCATTER_ADDS | {"gather"}
-"""Primitives that look up entries of an array, or add to them."""
+"""Primitives that add to entries of an array."""
 
 OVERWRITES = frozenset({"scatter", "scatter-mul"})
 """Primitives that write entries of an array, or scale them."""

@@ -84,7 +84,7 @@ class Ledger:
         self._depends: set[Atom] = set()
         self._looked_up: dict[tuple[int, int], Shaped] = {}
         self._reduced: dict[int, tuple[jax.Array, list[Decision]]] = {}
-        self._over, self._deferred = summed_over(mesh), False
+        self._over, self._deferred, self._last = summed_over(mesh), False, 0
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
         """Returns a view of this ledger for a program that runs on lanes along ``axes`` of the
@@ -112,9 +112,10 @@ class Ledger:
         return not self._depends.isdisjoint(jaxprs.variables(values))
 
     def reduced(self, values: Sequence[jax.Array], first: int) -> None:
-        """Records that the decisions from number ``first`` on reduce a value, the only one."""
+        """Records that the decisions from number ``first`` on reduce a value, the only one; those
+        of the last constraint count."""
         if self.asked and self.decisions[first:] and len(values) == 1:
-            self._reduced[id(values[0])] = values[0], self.decisions[first:]
+            self._reduced[id(values[0])] = values[0], self.decisions[max(first, self._last) :]
 
     def awaits(self, values: Iterable[jax.Array]) -> None:
         """Records that other values wait for reduced ones, so that XLA reduces each of them."""
@@ -143,8 +144,7 @@ class Ledger:
 
     def _follow_reduced(self, eqn: Equation, values: Sequence[Any], outs: Sequence[Any]) -> None:
         """Follows reduced values through an equation. XLA adds the operands of equal reductions
-        whose results are added up, and reduces the sum once; not if a reduction takes several
-        collectives, over one part of the devices after another."""
+        whose results are added up, and reduces the sum once."""
         found = [self._reduced.get(id(x), (None, []))[1] for x in values]
         match eqn.primitive.name, found:
             case (("add" | "add_any"), [one, other]) if one is not other and _alike(one, other):
@@ -285,7 +285,7 @@ class Ledger:
         """
         if not self.asked or self._deferred or not x.shape or not self._contexts[-1].by_rows:
             return
-        n = group(after, before, self._mesh)
+        n, self._last = group(after, before, self._mesh), len(self.decisions)
         remaining = (self._summed(before) if over is None else over) // max(n, 1)
         if n > 1:
             self._sends(decisions.SCATTER, x, after, before, n)
@@ -364,6 +364,6 @@ class Ledger:
 
 
 def _alike(one: Sequence[Decision], other: Sequence[Decision]) -> bool:
-    """Returns whether two reductions of one collective each send arrays of one form."""
+    """Returns whether two reductions, if there is one, send arrays of one form in the same way."""
     forms = [[(x.kind, x.shape, x.dtype, x.bytes) for x in each] for each in (one, other)]
-    return len(one) == 1 and forms[0] == forms[1]
+    return bool(one) and forms[0] == forms[1]

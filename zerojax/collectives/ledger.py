@@ -83,7 +83,7 @@ class Ledger:
         self._contexts = [_Context()]
         self._depends: set[Atom] = set()
         self._looked_up: dict[tuple[int, int], Shaped] = {}
-        self._reduced: dict[int, tuple[jax.Array, list[Decision]]] = {}
+        self._reduced: dict[int, tuple[object, list[Decision]]] = {}
         self._over, self._deferred, self._last = summed_over(mesh), False, 0
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
@@ -142,7 +142,7 @@ class Ledger:
 
         return recorded if self.asked else run
 
-    def _follow_reduced(self, eqn: Equation, values: Sequence[Any], outs: Sequence[Any]) -> None:
+    def _follow_reduced(self, eqn: Equation, values: Sequence[object], outs: Sequence[object]) -> None:
         """Follows reduced values through an equation. XLA adds the operands of equal reductions
         whose results are added up, and reduces the sum once."""
         found = [self._reduced.get(id(x), (None, []))[1] for x in values]
@@ -250,7 +250,7 @@ class Ledger:
         decisions of the last trace count."""
         traced: list[Decision] = []
 
-        def run(*args: Any) -> T:
+        def run(*args: object) -> T:
             earlier = {*map(id, traced)}
             self.decisions[:] = [each for each in self.decisions if id(each) not in earlier]
             start = len(self.decisions)

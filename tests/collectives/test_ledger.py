@@ -11,6 +11,7 @@ from zerojax.collectives import decisions
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.ledger import Ledger
+from zerojax.graph.rows import RowDimensions
 from zerojax.hlo.traffic import ring_bytes
 from zerojax.plan.layout import LeafSpec, with_leaves
 from zerojax.xla.jaxprs import open_jaxpr
@@ -151,7 +152,7 @@ def test_values_of_the_batch_alone_are_reduced(ledger: Ledger) -> None:
         return x.T @ x, w.T @ w, w * x.sum()
 
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(program)(ARRAY, ARRAY))
-    ledger.follow(jaxpr, [True, False])
+    ledger.follow(jaxpr, RowDimensions.of_program(jaxpr, [0, None]))
     for eqn in jaxpr.eqns:
         with ledger.within(eqn):
             ledger.reduces(eqn.outvars[0].aval, UNSHARDED, ROWS)

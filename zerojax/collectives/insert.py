@@ -136,7 +136,7 @@ class Inserter(Scans):
             defers=defers_reductions,
         )
         jaxpr, _ = jaxprs.open_jaxpr(closed)
-        self.ledger.follow(jaxpr, [bool(scope.row_dims.dims(v)) for v in jaxpr.invars])
+        self.ledger.follow(jaxpr, scope.row_dims)
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
         self.ledger.ran(jaxpr)
         if not self.left and residuals.some_stay(jaxpr):

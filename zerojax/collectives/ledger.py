@@ -24,6 +24,7 @@ from zerojax.devices.mesh import STAGE, stage_size, zero_axis
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import BRANCHES
 from zerojax.graph.reach import dependent
+from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import first_inside, first_use, needed_runs
 from zerojax.hlo.traffic import ring_bytes
 from zerojax.optim.norm import NORM
@@ -32,7 +33,7 @@ from zerojax.plan.layout import SpecEntry
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
 from zerojax.xla.lines import line
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations, MaybeNone, Shaped
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations, Jaxpr, MaybeNone, Shaped
 
 T = TypeVar("T")
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
@@ -100,11 +101,11 @@ class Ledger:
         other._deferred = True
         return other
 
-    def follow(self, jaxpr: HasEquations, by_rows: Sequence[bool]) -> None:
-        """Finds the values of the program that runs next that depend on its arguments that have
-        rows."""
+    def follow(self, jaxpr: Jaxpr, rows: RowDimensions) -> None:
+        """Finds the values of the program that runs next that depend on its arguments with rows."""
         if self.asked:
-            self._depends = {v for v, depends in dependent(jaxpr, by_rows).items() if depends}
+            found = dependent(jaxpr, [bool(rows.dims(v)) for v in jaxpr.invars])
+            self._depends = {v for v, depends in found.items() if depends}
 
     def by_rows(self, *values: Atom) -> bool:
         """Returns whether one of the values depends on rows of the batch, so that devices with
@@ -142,7 +143,9 @@ class Ledger:
 
         return recorded if self.asked else run
 
-    def _follow_reduced(self, eqn: Equation, values: Sequence[object], outs: Sequence[object]) -> None:
+    def _follow_reduced(
+        self, eqn: Equation, values: Sequence[object], outs: Sequence[object]
+    ) -> None:
         """Follows reduced values through an equation. XLA adds the operands of equal reductions
         whose results are added up, and reduces the sum once."""
         found = [self._reduced.get(id(x), (None, []))[1] for x in values]

@@ -46,13 +46,15 @@ def mark(tree: PyTree, name: str) -> PyTree:
 
 def name_of(eqn: Equation) -> str:
     """Returns the name of a mark, or of another named value; empty for other equations."""
-    name = str(jaxprs.param(eqn, "name")) if eqn.primitive.name == "name" else ""
+    if eqn.primitive is not prims.name_p:
+        return ""
+    name = str(jaxprs.param(eqn, "name"))
     return next((known for known in _NAMES if name.startswith(known)), name)
 
 
 def is_mark(eqn: Equation, name: str) -> bool:
     """Returns whether an equation is a mark of this name."""
-    return name_of(eqn) == name
+    return eqn.primitive is prims.name_p and name_of(eqn) == name
 
 
 def path_of(eqn: Equation) -> str:

@@ -51,11 +51,11 @@ class _Sums(Rewriter):
     def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
         """Returns a sum over arrays in their own shape; a call takes arrays in this shape if it
         only sums over them."""
-        graph = graph_of(jaxpr)
-        if new := _summed_in_shape(eqn, graph):
+        if eqn.primitive.name in _SUMS and (new := _summed_in_shape(eqn, graph_of(jaxpr))):
             return new
-        ravels = {i: r for i, v in enumerate(eqn.invars) if (r := _ravel(v, graph)) is not None}
-        if ravels and jaxprs.is_plain_call(eqn):
+        operands = eqn.invars if jaxprs.is_plain_call(eqn) else ()
+        found = ((i, _ravel(v, graph_of(jaxpr))) for i, v in enumerate(operands))
+        if ravels := {i: ravel for i, ravel in found if ravel is not None}:
             own = {i: Computation([ravel], ravel.invars[0]) for i, ravel in ravels.items()}
             call = computing(eqn, jaxprs.CALLS[eqn.primitive], own)
             call = self.inside(call, jaxprs.programs(eqn))
@@ -68,8 +68,7 @@ class _Sums(Rewriter):
 def _summed_in_shape(eqn: Equation, graph: Graph) -> Sequence[Equation]:
     """Returns a dot product or a reduction of values that are computed element by element from
     reshaped arrays of one shape as equations of the arrays themselves; none for other equations."""
-    is_sum = eqn.primitive.name in _SUMS
-    if not is_sum or eqn.outvars[0].aval.shape or any(v.aval.ndim != 1 for v in eqn.invars):
+    if eqn.outvars[0].aval.shape or any(v.aval.ndim != 1 for v in eqn.invars):
         return []
 
     part = graph.backward_slice(eqn.invars, lambda v: not v.aval.shape, _is_by_element)

@@ -70,7 +70,7 @@ class Rewriter:
     def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:
         """Returns what takes the place of an equation of ``jaxpr``: without a rule, the equation
         itself, with the jaxprs that it runs rewritten."""
-        return [self.inside(eqn, jaxprs.programs(eqn))]
+        return [self.inside(eqn, names) if (names := jaxprs.programs(eqn)) else eqn]
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         """Rewrites an open jaxpr; returns the jaxpr itself if nothing changes."""

@@ -18,7 +18,7 @@ def square_sums(x: jax.Array) -> jax.Array:
 
     A stack of layers has the same numbers as its layers one by one.
     """
-    squares = jnp.square(jnp.abs(x))
+    squares = jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x)
     return jnp.sum(squares, axis=tuple(range(1, x.ndim))) if x.ndim > 1 else squares
 
 

@@ -31,7 +31,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 from zerojax.xla.jaxprs import ScanParts
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, MaybeNone
 
 _MOVES = COPIES | REARRANGES | {"neg"}
 _SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
@@ -155,8 +155,8 @@ class CarriedSums:
         """Returns the target specs of the sums that are computed from a root."""
         return [spec for _, spec in self._terms_of(root)]
 
-    def producer(self, root: Atom) -> Equation:
-        """Returns the equation that computes a root."""
+    def producer(self, root: Atom) -> Equation | MaybeNone:
+        """Returns the equation that computes a root; None for an entry that the loop reads."""
         return self._graph.producer(root)
 
     def spec(self, root: Atom, mesh: Mesh, axis: str) -> Spec | None:

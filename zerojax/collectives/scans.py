@@ -370,7 +370,7 @@ class Loop:
         specs = {v: sums.spec(v, scans.mesh, scans.axis) for v in sums.roots}
         by_root = {}
         for v, x in zip(sums.roots, totals, strict=True):
-            with scans.ledger.within(sums.producer(v)), scans.ledger.of(*sums.targets(v)):
+            with scans.ledger.at(sums.producer(v)), scans.ledger.of(*sums.targets(v)):
                 by_root[v] = x if (spec := specs[v]) is None else scans.scatter_unsharded(x, spec)
         reduced = {}
         for i, terms in sums.terms.items():

@@ -114,8 +114,7 @@ def test_a_decision_has_the_innermost_place_and_the_runs_of_all_loops(ledger: Le
 
 
 def test_the_leaves_are_those_of_the_spec(ledger: Ledger) -> None:
-    spec = LeafSpec(ROWS)
-    spec.leaves = ("params['a']",)
+    spec = LeafSpec(ROWS, "params['a']")
     with ledger.of(with_leaves(UNSHARDED, spec)), ledger.of(ROWS):
         ledger.gathers(ARRAY, ROWS, UNSHARDED)
     assert [x.arrays for x in ledger.decisions] == [("params['a']",)]

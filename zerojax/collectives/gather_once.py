@@ -118,10 +118,9 @@ def _decided(
     rows: RowDimensions,
     fill: bool,
 ) -> KeptGather | None:
-    """Returns the form in which an array is gathered; None for a small one of which the step needs
-    only the shard."""
+    """Returns the form in which an array is gathered; None if the step needs only its shard."""
     dtypes = Uses(gatherer, rows).dtypes(jaxpr, v, x.spec)
-    if how.together is not None:
+    if how.together is not None or not dtypes:
         return how if dtypes else None
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
     dims = layout.dimensions(x.spec, gatherer.axis)

@@ -238,8 +238,10 @@ class Loop:
         values = [scope.emitted.as_filled(v) for v in values]
         moved = [moved_stack(x) for x in parts.operands(values)[2]]
         updated = {} if scans.lanes_on_axis else decide.find_updated(eqn, values, scans)
-        known = scans.all_known(values, scope)
-        values = [v if i - parts.consts in updated else known[i] for i, v in enumerate(values)]
+        values = [
+            v if i - parts.consts in updated else scans.all_known([v], scope)[0]
+            for i, v in enumerate(values)
+        ]
         prefetches = scans.overlap and not scans.keep
         self._decided = decided = decide.decide_loop(
             eqn, values, want, scans, scope, updated=updated, prefetches=prefetches

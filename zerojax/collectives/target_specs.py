@@ -53,10 +53,18 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
             return [None] * len(eqn.invars)
         return _of_operands(eqn, spec, graph, mesh)
 
-    # Of the uses of a value, the last one that has a spec counts; of its returns, too.
-    analysis: Analysis[Spec | None] = Analysis(
-        None, lambda later, spec: spec if later is None else later, of_operands, enters=False
-    )
+    places = {leaf: i for i, spec in enumerate(outs) for leaf in getattr(spec, "leaves", ())}
+
+    def join(later: Spec | None, spec: Spec | None) -> Spec | None:
+        """Of the uses of a value, the last one that has a spec counts; of its returns, too. The
+        gradient is that of the first leaf among the results: moments come after parameters."""
+        if later is None or spec is None:
+            return spec if later is None else later
+        leaves = (*getattr(later, "leaves", ()), *getattr(spec, "leaves", ()))
+        first = sorted(leaves, key=lambda leaf: places.get(leaf, 0))[:1]
+        return layout.LeafSpec(later, *first)
+
+    analysis: Analysis[Spec | None] = Analysis(None, join, of_operands, enters=False)
     analysis.rule("scan")(_of_starts)
     returned = {
         v: spec
@@ -88,9 +96,8 @@ def of_gradient(jaxpr: HasEquations, v: Atom, mesh: Mesh) -> Spec:
     uses = [use.equation for use in graph.users(v)]
     specs = [spec_of(use) for use in uses if use.primitive is prims.sharding_constraint_p]
     found = [layout.join_axes(x, zero_axis(mesh), mesh) for x in specs if x is not None]
-    spec = layout.LeafSpec(found[0] if found else (None,) * v.aval.ndim)
-    spec.leaves = (marks.path_of(graph.producer(v)),)
-    return spec
+    spec = found[0] if found else (None,) * v.aval.ndim
+    return layout.LeafSpec(spec, marks.path_of(graph.producer(v)))
 
 
 def is_reduced(

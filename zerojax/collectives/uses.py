@@ -21,6 +21,7 @@ from zerojax.graph.regions import regions
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.rule import is_small
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
 from zerojax.xla.jaxprs import ScanParts
@@ -188,13 +189,18 @@ class Uses:
         return eqn.invars[0].aval.ndim > 2 and any(self._varies.get(v) for v in indices)
 
     def _in_loop(self, loop: ScanParts, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
-        """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A carried value and
-        a stack that is sharded along its layers are always gathered."""
+        """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A stack that is
+        sharded along its layers is gathered, and so is a carried value, unless the loop carries
+        its shard, see :func:`zerojax.collectives.decide.find_updated`."""
         body, _ = jaxprs.open_jaxpr(loop.body)
         own_dtype = frozenset([body.invars[i].aval.dtype])
         is_stacked = i >= loop.first_stack
-        if loop.consts <= i < loop.first_stack or (is_stacked and spec[0] is not None):
+        if is_stacked and spec[0] is not None:
             return own_dtype
+        if loop.consts <= i < loop.first_stack:
+            gatherer, is_passed_on = self._gatherer, body.outvars[i - loop.consts] is body.invars[i]
+            small = is_small(body.invars[i].aval.shape, spec, self._axis, gatherer.thresholds.small)
+            return own_dtype if is_passed_on or small or gatherer.lanes_on_axis else _NONE
         if is_stacked and (self._surely or self._varies is not None):
             return _NONE
 

@@ -42,15 +42,16 @@ class LeafSpec(tuple[SpecEntry, ...]):
 
     leaves: tuple[str, ...]
 
+    def __new__(cls, spec: Iterable[SpecEntry], *leaves: str) -> LeafSpec:
+        new = super().__new__(cls, spec)
+        new.leaves = leaves
+        return new
+
 
 def with_leaves(spec: Spec, *others: object) -> Spec:
     """Returns ``spec`` with the leaves of other specs, as far as they are known."""
     leaves = dict.fromkeys(leaf for other in others for leaf in getattr(other, "leaves", ()))
-    if not leaves:
-        return spec
-    named = LeafSpec(spec)
-    named.leaves = tuple(leaves)
-    return named
+    return LeafSpec(spec, *leaves) if leaves else spec
 
 
 class SubAxis(NamedTuple):

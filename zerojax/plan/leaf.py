@@ -73,9 +73,7 @@ class Leaf:
     @property
     def full_spec(self) -> Spec:
         """The PartitionSpec with an entry for each dimension, and with the array's path."""
-        spec = layout.LeafSpec(layout.full(self.spec, len(self.shape)))
-        spec.leaves = (self.path,)
-        return spec
+        return layout.LeafSpec(layout.full(self.spec, len(self.shape)), self.path)
 
     @property
     def sharded(self) -> bool:

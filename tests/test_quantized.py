@@ -299,7 +299,7 @@ def test_what_goes_the_plain_way_is_said(caplog: pytest.LogCaptureFixture) -> No
     want, _ = jax.jit(step)(create(), x)
     np.testing.assert_allclose(state.params["w"], want.params["w"], atol=1e-6)
     assert "zero_quantized_gradients" in caplog.text
-    assert f"({WIDTH}, {WIDTH})" in caplog.text
+    assert f"['w'] ({WIDTH}, {WIDTH})" in caplog.text
 
 
 def test_the_plan_says_what_is_quantized() -> None:

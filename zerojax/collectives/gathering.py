@@ -169,8 +169,8 @@ class Gatherer:
       thresholds: The sizes on which decisions depend.
 
     Attributes:
-      sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
-        that produces each, and its shape.
+      sent_unquantized: Large gradients that are sent unquantized despite the config: the path of
+        the leaf, if known, else the primitive that produces the gradient; and the shape.
       ledger: Records the collectives.
     """
 
@@ -195,7 +195,7 @@ class Gatherer:
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._lane_axes: frozenset[str] = frozenset()
-        self.sent_unquantized: list[tuple[str, tuple[int, ...]]] = []
+        self.sent_unquantized: list[str] = []
         self.ledger = Ledger(mesh)
 
     def on_lanes(self, axes: Sequence[str]) -> Self:

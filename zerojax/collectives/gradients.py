@@ -120,7 +120,8 @@ def _bind_quantized(
         return None  # sending the rows moves fewer bytes
     if gatherer.sums_own_rows and can_split(eqn, rows, devices):
         return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
-    gatherer.sent_unquantized.append((eqn.primitive.name, shape))
+    named = ", ".join(getattr(spec, "leaves", ())) or eqn.primitive.name
+    gatherer.sent_unquantized.append(f"{named} {shape}")
     return None
 
 

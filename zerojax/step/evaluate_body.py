@@ -267,14 +267,11 @@ def _pipelined(
 def _warn_of_unquantized(setting: StepSetting) -> None:
     """Warns of the gradients that are sent in their own dtype while others are sent quantized."""
     if setting.inserter.sent_unquantized:
-        names = ", ".join(
-            f"{name} {shape}" for name, shape in dict.fromkeys(setting.inserter.sent_unquantized)
-        )
         log.warning(
-            "%s: zero_quantized_gradients: each device's own part of these gradients is not known, "
-            "so that they are reduced in their own dtype: %s.",
+            "%s: zero_quantized_gradients: zerojax cannot tell each device's own part of the "
+            "gradients of %s, and sends them in their own dtype.",
             setting.body.name,
-            names,
+            ", ".join(dict.fromkeys(setting.inserter.sent_unquantized)),
         )
         setting.inserter.sent_unquantized.clear()
 

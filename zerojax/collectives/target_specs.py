@@ -56,8 +56,8 @@ def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> 
     places = {leaf: i for i, spec in enumerate(outs) for leaf in getattr(spec, "leaves", ())}
 
     def join(later: Spec | None, spec: Spec | None) -> Spec | None:
-        """Of the uses of a value, the last one that has a spec counts; of its returns, too. The
-        gradient is that of the first leaf among the results: moments come after parameters."""
+        """Returns the spec of the last use of a value that has one. The gradient is that of the
+        first leaf among the results: moments come after parameters."""
         if later is None or spec is None:
             return spec if later is None else later
         leaves = (*getattr(later, "leaves", ()), *getattr(spec, "leaves", ()))

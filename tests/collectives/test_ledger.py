@@ -167,7 +167,7 @@ def test_of_equal_reductions_that_are_added_one_counts(ledger: Ledger) -> None:
         for value in (x, y):
             first = len(ledger.decisions)
             ledger.reduces(value, UNSHARDED, ROWS)
-            ledger.reduced([value], first)
+            ledger.record_reduction([value], first)
         if waits:
             ledger.awaits([x])
         run = ledger.recording(lambda eqn, values: [jnp.ones(eqn.outvars[0].aval.shape)], jaxpr)

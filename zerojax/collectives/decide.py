@@ -23,14 +23,13 @@ from zerojax.collectives.gathering import Gatherer, Scope, is_on_devices, is_sha
 from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
-from zerojax.collectives.uses import Uses
+from zerojax.collectives.uses import Uses, carries_shard
 from zerojax.graph.reach import dependent
 from zerojax.graph.regions import regions
 from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
@@ -210,16 +209,12 @@ def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) ->
       values: Its operands, some of them a :class:`Shard`.
       gatherer: Gathers parameters.
     """
-    axis, small = gatherer.axis, gatherer.thresholds.small
     *_, body = regions(eqn)
     specs = {}
     for i, (result, argument) in enumerate(body.carries):
         x = values[body.operands[argument]]
-        if (
-            is_on_devices(x, axis)
-            and not is_small(x.value.shape, x.spec, axis, small)
-            and body.jaxpr.outvars[result] is not body.jaxpr.invars[argument]
-        ):
+        pair = body.jaxpr.invars[argument], body.jaxpr.outvars[result]
+        if is_on_devices(x, gatherer.axis) and carries_shard(*pair, x.spec, gatherer):
             specs[i] = x.spec
     return specs
 

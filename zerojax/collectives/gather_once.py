@@ -120,8 +120,10 @@ def _decided(
 ) -> KeptGather | None:
     """Returns the form in which an array is gathered; None if the step needs only its shard."""
     dtypes = Uses(gatherer, rows).dtypes(jaxpr, v, x.spec)
-    if how.together is not None or not dtypes:
-        return how if dtypes else None
+    if not dtypes:
+        return None
+    if how.together is not None:
+        return how
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
     dims = layout.dimensions(x.spec, gatherer.axis)
     if x.spec[0] is not None or len(dims) != 1:

@@ -138,7 +138,7 @@ class Inserter(Scans):
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         self.ledger.follow(jaxpr, scope.row_dims)
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
-        self.ledger.ran(jaxpr)
+        self.ledger.record_equations(jaxpr)
         if not self.left and residuals.some_stay(jaxpr):
             self.left = True
             log.warning(residuals.NO_EFFECT)
@@ -224,7 +224,7 @@ class Inserter(Scans):
         else:
             first = len(self.ledger.decisions)
             outs = gradients.bind_summed(eqn, values, specs, self, scope.row_dims)
-            self.ledger.reduced(outs, first)
+            self.ledger.record_reduction(outs, first)
         reduced = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -386,7 +386,7 @@ class Inserter(Scans):
         each iteration needs unsharded are gathered before the loop."""
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        updated = {} if self.lanes_on_axis else decide.find_updated(eqn, values, self)
+        updated = decide.find_updated(eqn, values, self)
         specs = [updated.get(i) for i in range(len(values) - b)]
         start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
         consts = self._gathered(eqn, values[:b], scope) if self.keep else values[:b]

@@ -112,7 +112,7 @@ class Ledger:
         other rows have other values."""
         return not self._depends.isdisjoint(jaxprs.variables(values))
 
-    def reduced(self, values: Sequence[jax.Array], first: int) -> None:
+    def record_reduction(self, values: Sequence[jax.Array], first: int) -> None:
         """Records that the decisions from number ``first`` on reduce a value, the only one; those
         of the last constraint count."""
         if self.asked and self.decisions[first:] and len(values) == 1:
@@ -130,8 +130,10 @@ class Ledger:
     def recording(self, run: Run, jaxpr: HasEquations) -> Run:
         """Returns the function that runs an equation of a program so that the ledger knows which
         one runs."""
+        if not self.asked:
+            return run
         graph = graph_of(jaxpr)
-        needed = {*map(id, graph.backward_slice(jaxpr.outvars).equations)} if self.asked else {}
+        needed = {*map(id, graph.backward_slice(jaxpr.outvars).equations)}
 
         def recorded(eqn: Equation, values: list[Any]) -> Sequence[Any]:
             is_needed = id(eqn) in needed
@@ -141,7 +143,7 @@ class Ledger:
                 self._follow_reduced(eqn, values, outs)
             return outs
 
-        return recorded if self.asked else run
+        return recorded
 
     def _follow_reduced(
         self, eqn: Equation, values: Sequence[object], outs: Sequence[object]
@@ -157,7 +159,7 @@ class Ledger:
             case (("transpose" | "reshape" | "squeeze"), [one]) if one:
                 self._reduced[id(outs[0])] = outs[0], one
 
-    def ran(self, jaxpr: HasEquations) -> None:
+    def record_equations(self, jaxpr: HasEquations) -> None:
         """Records the collectives among the equations of a program that its results need."""
         for run in needed_runs(jaxpr) if self.asked else ():
             with self.within(run.equation), self.repeats(run.times, exact=run.exact):
@@ -192,7 +194,7 @@ class Ledger:
 
     def used_by(self, eqn: Equation, i: int) -> contextlib.AbstractContextManager[None]:
         """Does the same for operand ``i`` of a loop or a choice."""
-        return self._used([first_inside(eqn, i)])
+        return self._used(map(first_inside, [eqn], [i]))  # searched only if somebody asks
 
     def _used(self, found: Iterable[Equation | None]) -> contextlib.AbstractContextManager[None]:
         if not self.asked:
@@ -343,8 +345,7 @@ class Ledger:
         less: Sequence[SpecEntry],
         devices: int,
     ) -> None:
-        sent = payload(x.shape, x.dtype, cut, less, self._mesh)
-        self._note(kind, x, sent, devices)
+        self._note(kind, x, payload(x.shape, x.dtype, cut, less, self._mesh), devices)
 
     def _note(self, kind: str, x: Shaped, sent: int, devices: int) -> None:
         context, gathers = self._contexts[-1], kind == decisions.GATHER

@@ -237,7 +237,7 @@ class Loop:
         (_, self._want), (_, self._outs) = parts.results(want), parts.results(eqn.outvars)
         values = [scope.emitted.as_filled(v) for v in values]
         moved = [moved_stack(x) for x in parts.operands(values)[2]]
-        updated = {} if scans.lanes_on_axis else decide.find_updated(eqn, values, scans)
+        updated = decide.find_updated(eqn, values, scans)
         values = [
             v if i - parts.consts in updated else scans.all_known([v], scope)[0]
             for i, v in enumerate(values)

@@ -191,16 +191,15 @@ class Uses:
     def _in_loop(self, loop: ScanParts, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
         """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A stack that is
         sharded along its layers is gathered, and so is a carried value, unless the loop carries
-        its shard, see :func:`zerojax.collectives.decide.find_updated`."""
+        its shard, see :func:`carries_shard`."""
         body, _ = jaxprs.open_jaxpr(loop.body)
         own_dtype = frozenset([body.invars[i].aval.dtype])
         is_stacked = i >= loop.first_stack
         if is_stacked and spec[0] is not None:
             return own_dtype
         if loop.consts <= i < loop.first_stack:
-            gatherer, is_passed_on = self._gatherer, body.outvars[i - loop.consts] is body.invars[i]
-            small = is_small(body.invars[i].aval.shape, spec, self._axis, gatherer.thresholds.small)
-            return own_dtype if is_passed_on or small or gatherer.lanes_on_axis else _NONE
+            pair = body.invars[i], body.outvars[i - loop.consts]
+            return _NONE if carries_shard(*pair, spec, self._gatherer) else own_dtype
         if is_stacked and (self._surely or self._varies is not None):
             return _NONE
 
@@ -208,6 +207,13 @@ class Uses:
             return of_result(at, (None, *spec)) if at >= loop.carry else own_dtype
 
         return self._dtypes(body, body.invars[i], spec[1:] if is_stacked else spec, beyond)
+
+
+def carries_shard(old: Atom, new: Atom, spec: Spec, gatherer: Gatherer) -> bool:
+    """Returns whether a loop carries the shard of a sharded value: of a large value that an
+    iteration changes from ``old`` to ``new``."""
+    small = is_small(old.aval.shape, spec, gatherer.axis, gatherer.thresholds.small)
+    return not (new is old or small or gatherer.lanes_on_axis)
 
 
 def _of_cast(old: Atom, new: Atom, needed: _Dtypes) -> _Dtypes:

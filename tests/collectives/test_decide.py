@@ -1,4 +1,5 @@
-"""The decisions on a loop: what it gathers and reduces, and where. Nothing is compiled."""
+"""The decisions on programs and loops: what is gathered and reduced, and where. Nothing is
+compiled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,13 @@ from collectives.test_carried_sums import MESH, ROWS, STACK, N, weight
 from collectives.test_carried_sums import layers as layers_over_time
 from jax import lax
 
+import zerojax
 from zerojax.collectives import Shard, carried_sums, decide
-from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.gathering import Gatherer, Scope, Thresholds
+from zerojax.collectives.gradients import Reduction, Terms
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.rows import RowDimensions
+from zerojax.plan.quantized import Quantization, Sent
 from zerojax.xla import jaxprs
 
 ONE = (N, N)
@@ -67,3 +71,58 @@ def test_the_gradient_of_a_layer_stays_in_its_stack(dimensions: int, stacks: boo
     specs = [(None,) * (v.aval.ndim - 1) + ("data",) if v.aval.shape == shape else None
              for v in loop.outvars]  # fmt: skip
     assert bool(carried_sums.CarriedSums(jaxprs.scan_parts(loop), specs).stacks) is stacks
+
+
+REPLICAS = zerojax.mesh(axes={"replica": 2, "data": 4})
+SENT = Sent(gradients=Quantization("int8"))
+IDS = jax.ShapeDtypeStruct((N, N), jnp.int32)
+WIDE = (128, 256)
+
+
+def product(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+def looked_up(w: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.sum(w[ids] ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "x", "terms", "options"),
+    [
+        (product, ONE, weight(8, N), Terms.WHOLE, {}),
+        (product, WIDE, weight(8, 128), Terms.NONE, {"thresholds": Thresholds(in_place=0)}),
+        (product, WIDE, weight(8, 128), Terms.ROW_SUMS, {"sent": SENT}),
+        (looked_up, (N, 256), IDS, Terms.TABLE, {}),
+        (looked_up, (64 * N, 256), IDS, Terms.ROWS, {}),
+        (looked_up, (N, 256), IDS, Terms.BY_GROUP, {"mesh": REPLICAS}),
+        (looked_up, WIDE, IDS, Terms.BY_DEVICE, {"sent": SENT}),
+        (looked_up, (64 * N, 256), IDS, Terms.ROWS, {"sent": SENT}),
+    ],
+)
+def test_the_terms_of_a_gradient(
+    loss: Any, shape: Any, x: Any, terms: Terms, options: dict[str, Any]
+) -> None:
+    gatherer = Gatherer(options.pop("mesh", MESH), "data", keep=False, **options)
+    (found,) = reductions(loss, shape, x, gatherer)
+    assert found.terms is terms
+    assert (found.product is None) is (terms is not Terms.NONE)
+    assert (found.row_sum is None) is (terms is not Terms.ROW_SUMS)
+
+
+def test_padded_and_unquantized_gradients() -> None:
+    (uneven,) = reductions(product, (N + 1, N), weight(8, N + 1), Gatherer(MESH, "data", keep=True))
+    assert uneven.padded == [[8, N], [8, N + 8]]
+    quantizes = Gatherer(MESH, "data", keep=False, sent=SENT)
+    (unknown,) = reductions(
+        lambda w, x: jnp.sum(lax.cumsum(w, 0) * x), WIDE, weight(*WIDE), quantizes
+    )
+    assert unknown.unquantized
+
+
+def reductions(loss: Any, shape: Any, x: Any, gatherer: Gatherer) -> list[Reduction]:
+    """The reductions of a program that computes the gradient of its first argument."""
+    jaxpr, _ = jaxprs.open_jaxpr(jax.make_jaxpr(jax.grad(loss))(weight(*shape), x))
+    scope = Scope(share=False, row_dims=RowDimensions.of_program(jaxpr, [None, 0]))
+    decided = decide.decide_program(jaxpr, [weight(*shape), x], [ROWS], gatherer, scope, None)
+    return [*decided.reductions.values()]

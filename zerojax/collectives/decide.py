@@ -15,15 +15,16 @@ from zerojax.collectives import (
     gradients,
     prefetch,
     residuals,
-    sharded_products,
     target_specs,
 )
 from zerojax.collectives.carried_sums import CarriedSums
 from zerojax.collectives.gathering import Gatherer, Scope, is_on_devices, is_sharded
+from zerojax.collectives.gradients import Reduction, Terms
 from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
 from zerojax.collectives.uses import Uses, carries_shard
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import dependent
 from zerojax.graph.regions import regions
 from zerojax.graph.rows import RowDimensions
@@ -41,17 +42,15 @@ class ProgramDecisions:
     Attributes:
       wants: By variable, the spec of the shard of each gradient, and of each value of which one is
         computed. Terms that are added up before they are reduced are left out.
-      added_up: The gradients that are reduced once they are added up.
+      reductions: By variable, the reduction of each gradient that its equation produces.
       leaving: The stacks that wait in host memory for the backward pass.
-      in_place: By variable, the product of which each device computes its own shard of a gradient.
       used_unsharded: By ``id``, the shards among the arguments that a use other than a lookup needs
         unsharded.
     """
 
     wants: Mapping[Atom, Spec]
-    added_up: set[Atom]
+    reductions: Mapping[Atom, Reduction]
     leaving: set[Atom]
-    in_place: Mapping[Atom, sharded_products.Product]
     used_unsharded: frozenset[int]
 
     def places(self, eqn: Equation) -> bool:
@@ -80,20 +79,26 @@ def decide_program(
       smallest: The fewest elements, on all devices together, of a block's residual that waits in
         host memory; None keeps all residuals on the devices.
     """
-    mesh = gatherer.mesh
+    mesh, graph, rows = gatherer.mesh, graph_of(jaxpr), scope.row_dims
     wants = target_specs.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh)
-    products = sharded_products.find_gradients(jaxpr, wants, gatherer)
-    sums = gradients.find_sums(
-        jaxpr, wants, mesh, scope.row_dims, of_layer=scope.of_layer, in_place=products.keys()
-    )
-    wants = {v: spec for v, spec in wants.items() if v not in sums.added}
+
+    def reduction(v: Atom) -> Reduction:
+        return gradients.decide_reduction(graph.producer(v), wants[v], gatherer, rows)
+
+    reductions = {
+        v: reduction(v)
+        for v in graph.in_order(wants)
+        if not regions(eqn := graph.producer(v)) and not target_specs.passes(eqn, wants, mesh)
+    }
+    in_place = {v for v, each in reductions.items() if each.terms is Terms.NONE}
+    sums = gradients.find_sums(jaxpr, wants, mesh, rows, of_layer=scope.of_layer, in_place=in_place)
+    reductions |= {v: reduction(v) for v in sums.reduced}
     shards = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
-    uses = Uses(gatherer, scope.row_dims, surely=True)
+    uses = Uses(gatherer, rows, surely=True)
     return ProgramDecisions(
-        wants=wants,
-        added_up=sums.reduced,
+        wants={v: spec for v, spec in wants.items() if v not in sums.added},
+        reductions={v: each for v, each in reductions.items() if v not in sums.added},
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
-        in_place=products,
         used_unsharded=frozenset(id(x) for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)),
     )
 

@@ -11,8 +11,9 @@ all-reduced in full, so for uneven shards the operands of the sum are padded ins
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,13 +22,14 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
-from zerojax.collectives import decisions, partial_sums, propagate, reduction
+from zerojax.collectives import decisions, partial_sums, propagate, reduction, sharded_products
 from zerojax.collectives.gathering import Gatherer, is_sharded
 from zerojax.collectives.lookups import divides_tokens
-from zerojax.collectives.partial_sums import row_sum_of
+from zerojax.collectives.partial_sums import RowSum, row_sum_of
 from zerojax.collectives.reduction import add_up, is_quantized
+from zerojax.collectives.sharded_products import Product
 from zerojax.devices.mesh import REPLICA
-from zerojax.graph.contractions import Contraction
+from zerojax.graph.contractions import RESULT, Contraction
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.lookups import Lookup
 from zerojax.graph.primitives import CONTRACTIONS, LINEAR, PRODUCTS
@@ -40,56 +42,151 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
-def bind_summed(
+class Terms(enum.Enum):
+    """Partial sums of a gradient, to be added up over the devices.
+
+    Attributes:
+      WHOLE: XLA's, of the whole gradient.
+      ROWS: The rows that the gradient of a lookup adds to its table, fewer than the table has; the
+        rows are sent.
+      TABLE: XLA's, of such a gradient with more rows: it sums them over all devices at once.
+      BY_GROUP: The sum of each replica group, of such a gradient.
+      BY_DEVICE: The sum of each device, of such a gradient, sent quantized.
+      ROW_SUMS: The sum of each device over its own rows, sent quantized.
+      NONE: Each device computes its own shard.
+    """
+
+    WHOLE = enum.auto()
+    ROWS = enum.auto()
+    TABLE = enum.auto()
+    BY_GROUP = enum.auto()
+    BY_DEVICE = enum.auto()
+    ROW_SUMS = enum.auto()
+    NONE = enum.auto()
+
+
+class Reduction(NamedTuple):
+    """The reduction of a gradient to its shard, at the equation that produces the gradient.
+
+    Attributes:
+      spec: The spec of the shard.
+      terms: What is added up over the devices.
+      product: The product of which each device computes its shard, for ``NONE``.
+      row_sum: The sum over rows, for ``ROW_SUMS``.
+      padded: The shapes to which the operands are padded, so that the gradient splits evenly; None
+        if nothing is padded.
+      unquantized: Whether the gradient is sent unquantized despite the config.
+    """
+
+    spec: Spec
+    terms: Terms = Terms.WHOLE
+    product: Product | None = None
+    row_sum: RowSum | None = None
+    padded: Sequence[Sequence[int]] | None = None
+    unquantized: bool = False
+
+
+def decide_reduction(
+    eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimensions
+) -> Reduction:
+    """Decides how a result of an equation is reduced to its shard.
+
+    Args:
+      eqn: The equation.
+      spec: The spec of the shard.
+      gatherer: Reduces gradients.
+      rows: The dimensions along which rows of the batch lie.
+    """
+    if len(eqn.outvars) > 1:
+        return Reduction(spec)
+    if (product := sharded_products.find(eqn, RESULT, spec, gatherer)) is not None:
+        return Reduction(spec, Terms.NONE, product)
+    shape, is_lookup = eqn.outvars[0].aval.shape, eqn.primitive is prims.scatter_add_p
+    sends_rows = is_lookup and _few_rows(eqn)
+    quantized = gatherer.sent.gradients is not None and is_quantized(shape, spec, gatherer)
+    if quantized and (row_sum := row_sum_of(eqn, rows, spec, gatherer)) is not None:
+        return Reduction(spec, Terms.ROW_SUMS, row_sum=row_sum)
+    quantized = quantized and not sends_rows  # rows have fewer bytes
+    if quantized and gatherer.sums_own_rows and can_split(eqn, rows, gatherer.mesh.size):
+        return Reduction(spec, Terms.BY_DEVICE)
+    groups = gatherer.replicas
+    if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, rows, groups):
+        return Reduction(spec, Terms.BY_GROUP, unquantized=quantized)
+    even_shape = layout.padded_shape(shape, spec, gatherer.mesh)
+    return Reduction(
+        spec,
+        Terms.ROWS if sends_rows else Terms.TABLE if is_lookup else Terms.WHOLE,
+        padded=None if even_shape == shape else padded_operands(eqn, even_shape),
+        unquantized=quantized,
+    )
+
+
+def bind_reduced(
     eqn: Equation,
     values: Sequence[jax.Array],
-    specs: Sequence[Spec | None],
+    reductions: Sequence[Reduction | None],
     gatherer: Gatherer,
-    rows: RowDimensions,
 ) -> list[jax.Array]:
-    """Runs an equation, and reduces the results that are gradients over the devices to ``specs``.
+    """Runs an equation, and reduces those of its results that are gradients."""
+    for each in reductions:
+        if each is not None and each.unquantized:
+            named = ", ".join(getattr(each.spec, "leaves", ())) or eqn.primitive.name
+            gatherer.sent_unquantized.append(f"{named} {eqn.outvars[0].aval.shape}")
+    match reductions:
+        case [Reduction(row_sum=RowSum() as row_sum)]:
+            return [partial_sums.total(row_sum.partial(values, gatherer), gatherer)]
+        case [Reduction(spec, Terms.BY_DEVICE)]:
+            parts = by_group(eqn, values, gatherer.mesh.size)
+            return [values[0] + reduction.of_all(parts, spec, gatherer)]
+        case [Reduction(spec, Terms.BY_GROUP)]:
+            return [values[0] + _of_groups(eqn, values, spec, gatherer)]
+        case [Reduction(padded=shapes) as only] if shapes is not None:
+            sum_of_padded = _scatter(bind_padded(eqn, values, shapes), only, gatherer)
+            own = sum_of_padded[tuple(map(slice, eqn.outvars[0].aval.shape))]
+            return [gatherer.constrain(own, only.spec)]
+    with _sent_instead(eqn, values, reductions, gatherer):
+        pairs = zip(jaxprs.bind(eqn, values), reductions, strict=True)
+        return [o if how is None else _scatter(o, how, gatherer) for o, how in pairs]
 
-    ``rows`` are the dimensions along which rows of the batch lie.
-    """
-    if gatherer.sent.gradients is not None and len(specs) == 1 and specs[0] is not None:
-        result = _bind_quantized(eqn, values, specs[0], gatherer, rows)
-        if result is not None:
-            return [result]
-    scatter = gatherer.scatter
-    if eqn.primitive is prims.scatter_add_p:
-        # The gradient of a lookup of fewer rows than the table has: gathering the rows moves less.
-        scatter = gatherer.scatter_parts if _few_rows(eqn) else gatherer.scatter_table
-    if len(specs) == 1 and (spec := specs[0]) is not None:
-        groups, shape = gatherer.replicas, eqn.outvars[0].aval.shape
-        if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, rows, groups):
-            parts, table, unsharded = by_group(eqn, values, groups), values[0], (None,) * len(spec)
-            group_size = gatherer.mesh.size // groups
-            with gatherer.ledger.of(spec):
-                gatherer.ledger.reduces(table, unsharded, spec, over=group_size)
-                gatherer.ledger.reduces(table, spec, spec, over=groups)
-            return [table + add_up(gatherer.constrain(parts, (REPLICA, *spec)), 0)]
-        even_shape = layout.padded_shape(shape, spec, gatherer.mesh)
-        padded = bind_padded(eqn, values, even_shape) if even_shape != shape else None
-        if padded is not None:
-            unpadded = scatter(padded, spec)[tuple(map(slice, shape))]
-            return [gatherer.constrain(unpadded, spec)]
-    with _sent_instead(eqn, values, specs, gatherer):
-        outs = jaxprs.bind(eqn, values)
-        return [o if s is None else scatter(o, s) for o, s in zip(outs, specs, strict=True)]
+
+def _scatter(gradient: jax.Array, how: Reduction, gatherer: Gatherer) -> jax.Array:
+    """Constrains a gradient to its shard."""
+    if how.terms is Terms.ROWS:
+        return gatherer.scatter_parts(gradient, how.spec)
+    if how.terms is Terms.TABLE:
+        return gatherer.scatter_table(gradient, how.spec)
+    return gatherer.scatter(gradient, how.spec)
+
+
+def _of_groups(
+    eqn: Equation, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer
+) -> jax.Array:
+    """Returns what a lookup's gradient adds to its table: summed within each replica group, and
+    then over the groups."""
+    groups, table, unsharded = gatherer.replicas, values[0], (None,) * len(spec)
+    parts = by_group(eqn, values, groups)
+    with gatherer.ledger.of(spec):
+        gatherer.ledger.reduces(table, unsharded, spec, over=gatherer.mesh.size // groups)
+        gatherer.ledger.reduces(table, spec, spec, over=groups)
+    return add_up(gatherer.constrain(parts, (REPLICA, *spec)), 0)
 
 
 def _sent_instead(
-    eqn: Equation, values: Sequence[jax.Array], specs: Sequence[Spec | None], gatherer: Gatherer
+    eqn: Equation,
+    values: Sequence[jax.Array],
+    reductions: Sequence[Reduction | None],
+    gatherer: Gatherer,
 ) -> contextlib.ExitStack[bool | None]:
     """Records the collectives that XLA emits for an equation instead of a reduce-scatter of its
     result; returns their contexts."""
-    ledger, spec = gatherer.ledger, specs[0] if len(specs) == 1 else None
+    ledger, how = gatherer.ledger, reductions[0] if len(reductions) == 1 else None
     stack = contextlib.ExitStack()
-    if not ledger.asked or spec is None or not is_sharded(spec, gatherer.axis):
+    if not ledger.asked or how is None or not is_sharded(how.spec, gatherer.axis):
         return stack
+    spec = how.spec
     stack.enter_context(ledger.of(spec))
     # Indices that are the same on all devices leave a sum of the table's size to reduce.
-    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn) and ledger.by_rows(eqn.invars[1]):
+    if how.terms is Terms.ROWS and ledger.by_rows(eqn.invars[1]):
         _, indices, rows = values
         picked = Lookup.of(eqn).picked
         to_rows = any(d in picked for d in layout.dimensions(spec, gatherer.axis))
@@ -104,25 +201,6 @@ def _sent_instead(
         stack.enter_context(ledger.place(decisions.PRODUCED, "the sum is all-reduced, then split"))
         stack.enter_context(ledger.instead((decisions.REDUCE, eqn.outvars[0].aval)))
     return stack
-
-
-def _bind_quantized(
-    eqn: Equation, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer, rows: RowDimensions
-) -> jax.Array | None:
-    """Returns the result of an equation, summed over the devices in quantized form; None if the
-    device's partial sums are unknown, or are not sent quantized."""
-    shape, devices = eqn.outvars[0].aval.shape, gatherer.mesh.size
-    if not is_quantized(shape, spec, gatherer):
-        return None
-    if (row_sum := row_sum_of(eqn, rows, spec, gatherer)) is not None:
-        return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
-    if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
-        return None  # sending the rows moves fewer bytes
-    if gatherer.sums_own_rows and can_split(eqn, rows, devices):
-        return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
-    named = ", ".join(getattr(spec, "leaves", ())) or eqn.primitive.name
-    gatherer.sent_unquantized.append(f"{named} {shape}")
-    return None
 
 
 def at_one_index(eqn: Equation) -> bool:
@@ -262,45 +340,52 @@ def _sums_rows(product: Contraction, rows: RowDimensions) -> bool:
 
 
 def bind_padded(
-    eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]
-) -> jax.Array | None:
-    """Returns the result of an equation, padded to ``shape``; None for an equation without a
-    rule."""
+    eqn: Equation, values: Sequence[jax.Array], shapes: Sequence[Sequence[int]]
+) -> jax.Array:
+    """Returns the result of an equation on its operands padded to ``shapes``."""
+    return jaxprs.bind(eqn, list(map(pad, values, shapes)))[0]
+
+
+def padded_operands(eqn: Equation, shape: Sequence[int]) -> list[Sequence[int]] | None:
+    """Returns the shapes of an equation's operands with which its result has a larger ``shape``,
+    and no other elements but zeros; None for an equation without a rule."""
     rule = _RULES.get(eqn.primitive.name)
-    operands = None if rule is None else rule(eqn, values, shape)
-    return None if operands is None else jaxprs.bind(eqn, operands)[0]
+    return None if rule is None else rule(eqn, shape)
 
 
-def _product(eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
-    product, operands = Contraction.of(eqn), []
-    for i, x in enumerate(values):
-        sizes = dict(enumerate(x.shape)) | {d: shape[at] for d, at in product.places(i).items()}
-        operands.append(pad(x, [*sizes.values()]))
+def _product(eqn: Equation, shape: Sequence[int]) -> list[Sequence[int]]:
+    product = Contraction.of(eqn)
+    operands: list[Sequence[int]] = []
+    for i, v in enumerate(eqn.invars):
+        places = product.places(i)
+        operands.append([shape[places[d]] if d in places else n for d, n in _sizes(v)])
     return operands
 
 
-def _sum(eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
-    (x,), sizes = values, list(shape)
-    axes = jaxprs.param(eqn, "axes")
-    return [pad(x, [n if d in axes else sizes.pop(0) for d, n in enumerate(x.shape)])]
+def _sum(eqn: Equation, shape: Sequence[int]) -> list[Sequence[int]]:
+    sizes, axes = iter(shape), jaxprs.param(eqn, "axes")
+    return [[n if d in axes else next(sizes) for d, n in _sizes(eqn.invars[0])]]
 
 
-def _lookup(
-    eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]
-) -> list[jax.Array] | None:
+def _lookup(eqn: Equation, shape: Sequence[int]) -> list[Sequence[int]] | None:
     """Pads the operands of an equation that adds windows of rows to a table. None if padding could
     receive a window that the unpadded table drops or moves, or if a batch of tables would be
     padded, as each has its own indices."""
     if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
         return None
-    table, indices, rows = values
-    lookup, padded_shape = Lookup.of(eqn), list(rows.shape)
+    table, indices, rows = (v.aval.shape for v in eqn.invars)
+    lookup, padded_rows = Lookup.of(eqn), list(rows)
     padded = {*lookup.picked, *lookup.complete}  # an index beyond the table then adds to padding
     for d in lookup.complete:
-        padded_shape[lookup.window[d]] = shape[d]
-    if any(shape[d] != table.shape[d] for d in range(table.ndim) if d not in padded):
+        padded_rows[lookup.window[d]] = shape[d]
+    if any(shape[d] != table[d] for d in range(len(table)) if d not in padded):
         return None
-    return [pad(table, shape), indices, pad(rows, padded_shape)]
+    return [shape, indices, padded_rows]
+
+
+def _sizes(v: Atom) -> Iterable[tuple[int, int]]:
+    """Returns the dimensions of an array with their sizes."""
+    return enumerate(v.aval.shape)
 
 
 _RULES = dict.fromkeys(CONTRACTIONS, _product) | {"reduce_sum": _sum, "scatter-add": _lookup}

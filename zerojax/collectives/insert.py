@@ -192,8 +192,7 @@ class Inserter(Scans):
         """Runs an equation that takes shards, or for which something was decided: replaces marks,
         enters calls and loops, fetches operands from host memory, and reduces the results that are
         gradients."""
-        wants = decided.wants
-        specs = [wants.get(v) for v in eqn.outvars]
+        specs = [decided.wants.get(v) for v in eqn.outvars]
         if (mark := marks.name_of(eqn)) in scope.replace:
             return [scope.replace[mark](*values)]
         if eqn.primitive in jaxprs.CALLS:
@@ -215,20 +214,21 @@ class Inserter(Scans):
             return self._use(eqn, values, scope)
         if gradients.at_one_index(eqn):
             values[0] = lax.optimization_barrier(values[0])
-        if target_specs.passes(eqn, wants, self.mesh) and eqn.outvars[0] not in decided.added_up:
-            return jaxprs.bind(eqn, values)
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
-        if eqn.outvars and (product := decided.in_place.get(eqn.outvars[0])) is not None:
-            outs = [product.run(values, decisions.PRODUCED, self, scope)]
+        reductions = [decided.reductions.get(v) for v in eqn.outvars]
+        if not any(reductions):
+            return jaxprs.bind(eqn, values)
+        if (own := reductions[0]) is not None and own.product is not None:
+            outs = [own.product.run(values, decisions.PRODUCED, self, scope)]
         else:
             first = len(self.ledger.decisions)
-            outs = gradients.bind_summed(eqn, values, specs, self, scope.row_dims)
+            outs = gradients.bind_reduced(eqn, values, reductions, self)
             self.ledger.record_reduction(outs, first)
         reduced = [
-            ReducedGradient(o, wants[v])
-            for v, o in zip(eqn.outvars, outs, strict=True)
-            if v in wants
+            ReducedGradient(o, each.spec)
+            for o, each in zip(outs, reductions, strict=True)
+            if each is not None
         ]
         if scope.emitted.reduced:
             scope.emitted.reduced[-1] += reduced

@@ -30,11 +30,10 @@ from zerojax.collectives.reduction import cut_evenly
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import axis_size, batch_axes
 from zerojax.graph.contractions import RESULT, Contraction
-from zerojax.graph.def_use import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr
+from zerojax.xla.types import Equation
 
 _TIMES = 2
 """The fewest bytes of the weight, as a multiple of the bytes that its product sends: a gather of
@@ -132,24 +131,6 @@ def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | No
     if _TIMES * moved > sizes[at] or not _divisible(arrays[sent].shape, rows, gatherer):
         return None
     return Product(eqn, columns, sent, rows, sizes[at])
-
-
-def find_gradients(
-    jaxpr: Jaxpr, wants: Mapping[Atom, Spec], gatherer: Gatherer
-) -> dict[Atom, Product]:
-    """Returns, by variable, the products that are gradients of which each device computes its own
-    shard.
-
-    Args:
-      jaxpr: An open jaxpr.
-      wants: See :func:`zerojax.collectives.target_specs.trace_back`.
-      gatherer: Reduces gradients.
-    """
-    graph = graph_of(jaxpr)
-    products = {
-        v: find(graph.producer(v), RESULT, wants[v], gatherer) for v in graph.in_order(wants)
-    }
-    return {v: product for v, product in products.items() if product is not None}
 
 
 def multiply(

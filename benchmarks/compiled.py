@@ -32,7 +32,8 @@ class Program:
       step: The step, ``step(state, batch, ...)``, as written for one device.
       batch: ``batch(devices)`` returns the shapes of a batch.
       network: ``network(state)`` returns the arrays whose elements are the unit of the traffic.
-      further: ``further(state)`` returns a further argument of the step; None if it has none.
+      frozen: ``frozen(state)`` returns the parameters that the step takes after the batch and does
+        not train; None if it takes none.
       several: Whether the state is a tuple, each of whose parts is an argument of the step.
       settings: Keywords of ``zerojax.zero`` beside the stage.
       bind: ``bind(zero)`` returns the step that calls ``zero`` itself, in place of ``step`` at a
@@ -44,7 +45,7 @@ class Program:
     step: Callable[..., Any]
     batch: Callable[[int], Any]
     network: Callable[[Any], Any]
-    further: Callable[[Any], Any] | None = None
+    frozen: Callable[[Any], Any] | None = None
     several: bool = False
     settings: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"bf16": True})
     bind: Callable[[zerojax.Zero], Callable[..., Any]] | None = None
@@ -113,15 +114,17 @@ def lower_program(
     mesh, batch = zerojax.topology("h100", devices), program.batch(devices)
     if stage is None:
         state = jax.eval_shape(program.create, jax.random.key(0))
-        further = [] if program.further is None else [program.further(state)]
-        jitted = plain_jit(program.step, mesh, state, *further)
-        return jitted.lower(state, batch, *further), count(program.network(state))
+        frozen = [] if program.frozen is None else [program.frozen(state)]
+        jitted = plain_jit(program.step, mesh, state, *frozen)
+        return jitted.lower(state, batch, *frozen), count(program.network(state))
     zero = zerojax.zero(stage=stage, mesh=mesh, **program.settings)
     step = program.step if program.bind is None else program.bind(zero)
     state = zero.abstract_state(program.create, jax.random.key(0))
-    further = [] if program.further is None else [program.further(state)]
     states = state if program.several else (state,)
-    return zero(step).lower(*states, batch, *further), count(program.network(state))
+    if program.frozen is None:
+        return zero(step).lower(*states, batch), count(program.network(state))
+    decorated = zero(step, frozen_argnums=len(states) + 1)
+    return decorated.lower(*states, batch, program.frozen(state)), count(program.network(state))
 
 
 def table(costs: Sequence[Cost]) -> list[list[str]]:

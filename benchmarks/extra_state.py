@@ -5,7 +5,7 @@
     python -m benchmarks.extra_state --record benchmarks/records
 
 A frozen base with low-rank updates (linen and NNX), a second network with its own optimizer, and a
-language model beside its frozen copy, in a field and as a further argument of the step. Each is
+language model beside its frozen copy, in a field and as a frozen argument of the step. Each is
 compiled at stage 3, and under plain ``jax.jit`` with all arrays sharded only by ``in_shardings``.
 Needs ``pip install -e '.[compile,examples]'`` and no GPU.
 """
@@ -226,14 +226,14 @@ def preference(sizes: Sizes, *, in_field: bool) -> Program:
         chosen = jnp.take_along_axis(nn.log_softmax(logits), tokens[:, 1:, None], -1)
         return jnp.sum(chosen[..., 0], -1)
 
-    def step(state: ReferredState, batch: Any, *further: Any) -> Any:
-        (reference,) = further or (state.reference,)
+    def step(state: ReferredState, batch: Any, *frozen: Any) -> Any:
+        (reference,) = frozen or (state.reference,)
         reference = jax.tree.map(lambda x: x.astype(BF16), reference)
-        frozen = [jax.lax.stop_gradient(score(reference, x)) for x in batch]
+        fixed = [jax.lax.stop_gradient(score(reference, x)) for x in batch]
 
         def loss(params: Any) -> jax.Array:
             low = jax.tree.map(lambda x: x.astype(BF16), params)
-            better, worse = (score(low, x) - y for x, y in zip(batch, frozen, strict=True))
+            better, worse = (score(low, x) - y for x, y in zip(batch, fixed, strict=True))
             return -jnp.mean(nn.log_sigmoid(0.1 * (better - worse)))
 
         value, grads = jax.value_and_grad(loss)(state.params)
@@ -244,8 +244,8 @@ def preference(sizes: Sizes, *, in_field: bool) -> Program:
         return rows, rows
 
     name = f"DPO, the copy {'in a field' if in_field else 'an argument'}"
-    further = None if in_field else lambda state: state.params
-    return Program(name, create, step, batch, lambda s: s.params, further)
+    frozen = None if in_field else lambda state: state.params
+    return Program(name, create, step, batch, lambda s: s.params, frozen)
 
 
 def _features(sizes: Sizes) -> Callable[[int], Any]:

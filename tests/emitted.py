@@ -24,9 +24,9 @@ from zerojax.collectives.prefetch import LEAST
 from zerojax.devices.mesh import automatic_context
 from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import abstract, split_state
-from zerojax.step.arguments import Arguments
+from zerojax.step.arguments import Arguments, slots
 from zerojax.step.body import Body
-from zerojax.step.call import Call, divide, join
+from zerojax.step.call import Call
 from zerojax.step.find_optimizer import find_optimizer
 from zerojax.step.program import StepSetting
 from zerojax.step.resident import ResidentStep
@@ -125,6 +125,15 @@ def numbers(tree: Any, seed: int) -> Any:
     return jax.tree.unflatten(structure, [number(i, x) for i, x in enumerate(leaves)])
 
 
+def arguments_of(step: Any, options: Mapping[str, Any]) -> Arguments:
+    """The arguments of a step by these options of the decorator."""
+    given = {
+        option: slots(options.get(f"{option}_argnums"), options.get(f"{option}_argnames"))
+        for option in ("static", "batch", "state", "frozen")
+    }
+    return Arguments(step, **given, batch_axis=options.get("batch_axis", 0))
+
+
 class Called(Exception):
     """Carries the arguments of a call."""
 
@@ -146,18 +155,16 @@ def called(source: Source, arguments: Arguments) -> Call:
 @functools.cache
 def reference(source: Source) -> Reference:
     """The undecorated step with its own optimizer."""
-    arguments = Arguments(source.step, **source.options)
+    arguments = arguments_of(source.step, source.options)
     call = called(source, arguments)
     opened = split_state(call.objects)
-    arrays, static = divide(call.args, call.kwargs)
-    given = opened.parts, call.batch, arrays
+    given = opened.parts, call.batch, call.further
     mine = numbers(given, 1)
 
-    def run(parts: Any, batch: Any, arrays: list[Any]) -> Any:
+    def run(parts: Any, batch: Any, further: Any) -> Any:
         """The step of NNX objects or of any pytree, on the state's parts."""
-        args, kwargs = join(arrays, static)
         body = Body(arguments.rearranged(call.form), opened, "", ())
-        return body(parts, opened.tx, batch, args, kwargs)
+        return body(parts, opened.tx, batch, *further)
 
     if source.call is Source.call and isinstance(call.objects[0], TrainState):
         run, given, inputs = directly(source, call.objects[0], given, mine)
@@ -214,7 +221,7 @@ def emitted(source: Source, mesh: Any = None, specs: Any = None, **config: Any) 
 
 def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
     step = source.step_on(zero) if source.step_on else source.step
-    arguments, states = Arguments(step, **source.options), zero.states
+    arguments, states = arguments_of(step, source.options), zero.states
     call = called(source, arguments)
     function = arguments.rearranged(call.form)
     with automatic_context(zero.mesh):
@@ -224,7 +231,7 @@ def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
         setting = StepSetting(function, states, opened, None, True, AfterStep(zero.config).signals)
         setting.layout.check(call.batch)
         setting.layout.check_more(call)
-        traced = ResidentStep(setting).traced(opened.parts, call.batch, call.args, call.kwargs)
+        traced = ResidentStep(setting).traced(opened.parts, call.batch, call.further)
     parts = abstract(opened.parts, setting.plan, at_rest=True)
     return Emitted(traced.jaxpr, parts, setting.layout.accumulation)
 

@@ -36,7 +36,7 @@ from zerojax.placement.states import States
 from zerojax.plan.short import Summarized, Summary, first_rows
 from zerojax.plan.state_sharding import DTYPES, Plan
 from zerojax.step.arguments import Arguments, slots
-from zerojax.step.call import RearrangedFunction
+from zerojax.step.call import Further, RearrangedFunction
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.sequence import SequenceAxis
@@ -117,6 +117,7 @@ class Zero(Summarized):
         batch_argnums: int | Sequence[int] | None = None,
         batch_argnames: str | Iterable[str] | None = None,
         state_argnums: int | Sequence[int] | None = None,
+        frozen_argnums: int | Sequence[int] | None = None,
         batch_axis: int = 0,
     ) -> Step[P, R]:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
@@ -134,6 +135,9 @@ class Zero(Summarized):
             ``(state, x, y)``. The first argument after the state by default.
           state_argnums: The arguments that are the state, if zerojax cannot find them; by default
             the arguments that the step returns among its results.
+          frozen_argnums: The arguments that are parameters which the step does not train, such as a
+            teacher's. Those that are sharded are gathered where the step uses them, like the
+            parameters that it trains.
           batch_axis: The dimension of the batch's arrays that has the rows: 1 for a step that scans
             over updates, whose batch is ``[steps, rows, ...]``. Pass arrays without that dimension
             as further arguments of the step; scalars may stay in the batch.
@@ -154,10 +158,10 @@ class Zero(Summarized):
             )
         arguments = Arguments(
             train_step,
-            static_argnums,
-            static_argnames,
+            slots(static_argnums, static_argnames),
             slots(batch_argnums, batch_argnames),
             state_argnums,
+            frozen_argnums,
             batch_axis=batch_axis,
         )
         guard = Guard(self.config, self.mesh, self._other)
@@ -204,8 +208,8 @@ class Zero(Summarized):
           >>> predict(state, np.ones((13, 8))).shape
           (13, 4)
         """
-        batch = slots(batch_argnums, batch_argnames)
-        arguments = Arguments(function, static_argnums, static_argnames, batch, returns_state=False)
+        static, batch = slots(static_argnums, static_argnames), slots(batch_argnums, batch_argnames)
+        arguments = Arguments(function, static, batch, returns_state=False)
         return Evaluation(arguments, self.states)
 
     def _other(
@@ -214,14 +218,13 @@ class Zero(Summarized):
         function: RearrangedFunction,
         objects: tuple[PyTree, ...],
         batch: PyTree,
-        args: tuple[PyTree, ...],
-        kwargs: Mapping[str, PyTree],
+        further: Further,
     ) -> tuple[Plan, Callable[[], Iterable[LoweredProgram]]]:
         """Returns the plan and the programs of a step under another config on these devices."""
         other = Zero(config, self.mesh, self.states.specs, self._donate, params=self.states.params)
         if len(objects) == 1:  # memory is short: do not copy a state
             objects = jax.eval_shape(lambda state: state, objects)
-        n = len(objects)
+        n, (args, kwargs) = len(objects), further
         step = other(
             function,
             state_argnums=range(n),

@@ -109,8 +109,8 @@ class TestStatic:
             zerojax.zero(stage=1)(train_step, static_argnums=4)
 
     def test_argument_of_another_type(self) -> None:
-        with pytest.raises(TypeError, match=r"static_argnums: an int or a sequence"):
-            zerojax.zero(stage=1)(train_step, static_argnums="how")
+        with pytest.raises(TypeError, match=r"static_argnums: expected positions or names"):
+            zerojax.zero(stage=1)(train_step, static_argnums=1.5)
 
     def test_argument_that_is_not_hashable(self) -> None:
         step = zerojax.zero(stage=1)(scaled_step, static_argnums=2)
@@ -133,7 +133,7 @@ class TestStatic:
             dtype: Any = jnp.float32
 
         step = zerojax.zero(stage=1)(lambda state, batch, config: train_step(state, batch))
-        with pytest.raises(TypeError, match=r"is a Mine: no array, and not hashable.*frozen"):
+        with pytest.raises(TypeError, match=r"2 \(config\) is a Mine, .*not hashable"):
             step(make_state(), (X, Y), Mine())
 
 
@@ -188,7 +188,7 @@ class TestBatchArguments:
         agrees(step, make_state().params, batch, zero=zerojax.zero(**rows))
 
     def test_that_are_static_too(self) -> None:
-        with pytest.raises(ValueError, match="argument 1 is in batch_argnums and static_argnums"):
+        with pytest.raises(ValueError, match="batch_argnums and static_argnums both name"):
             zerojax.zero(stage=1)(update, batch_argnums=(1, 2), static_argnums=1)
 
     def test_that_are_missing_from_the_call(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from equal import assert_near, host
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -128,3 +129,34 @@ def test_a_teacher_as_a_further_argument() -> None:
 
     teacher = {"net": matrices(jax.random.key(3)), "scale": jnp.ones(3)}
     emitted.check(emitted.Source(start, teach_step, (SINGLE, teacher)), 3, 4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_sharded_teacher_is_gathered_where_it_is_used(accumulation: int) -> None:
+    def start(seed: int = 0) -> TrainState:
+        params = matrices(jax.random.key(seed))
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero = zerojax.zero(gradient_accumulation_steps=accumulation, **sharded)
+    teacher = {"net": zero.init(start, 3).params, "scale": 2.0, "name": "teacher"}
+    assert not teacher["net"]["into"].sharding.is_fully_replicated
+    by_position = zero(teach_step, frozen_argnums=2), (teacher,), {}
+    by_name = zero(teach_step, frozen_argnums=-1), (), {"teacher": teacher}
+    (want, loss), batch = teach_step(start(), SINGLE, teacher), SINGLE
+    for step, args, kwargs in (by_position, by_name):
+        state, got = step(zero.init(start), batch, *args, **kwargs)
+        assert_near(host(state.params), host(want.params), 1e-5)
+        assert_near(host(got), host(loss), 1e-5)
+        rows = step.collectives(state, batch, *args, **kwargs).rows
+        gathered = [row.shape for row in rows if row.kind == "all-gather" and not row.arrays]
+        assert sorted(set(gathered)) == [(WIDTH, WIDE), (WIDE, WIDTH)]
+
+
+def test_frozen_arguments_that_are_not() -> None:
+    zero = zerojax.zero(stage=1)
+    for option in ("static", "batch", "state"):
+        with pytest.raises(ValueError, match=f"frozen_argnums and {option}_argnums both name"):
+            zero(teach_step, frozen_argnums=2, **{f"{option}_argnums": 2})
+    with pytest.raises(TypeError, match=r"frozen_argnums names 1 \(batch\), an NNX object"):
+        zero(teach_step, frozen_argnums=1)(None, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), SINGLE)

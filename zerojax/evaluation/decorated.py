@@ -44,7 +44,7 @@ class Evaluation(Decorated[P, R]):
             if explicit:
                 call = self._relabelled(call)
             program = self._program(subject, call.form, explicit)
-            given = subject.opened, call.batch, call.args, call.kwargs
+            given = subject.opened, call.batch, call.further
             self._compare(program, call, lambda: program.lowered(*given))
             out, changed = program(*given)
             if any(x is not None for x in changed):
@@ -66,7 +66,7 @@ class Evaluation(Decorated[P, R]):
         with automatic_context(self._states.mesh) as names:
             subject, call = self._opened(args, kwargs)
             program = self._program(subject, call.form, Explicit.of(names, call.batch))
-            yield from program.lowered(subject.opened, call.batch, call.args, call.kwargs)
+            yield from program.lowered(subject.opened, call.batch, call.further)
 
     def _opened(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Subject, Call]:
         call = self._arguments.sort(args, kwargs)
@@ -76,7 +76,7 @@ class Evaluation(Decorated[P, R]):
 
     def _check(self, subject: Subject, call: Call) -> None:
         parts = subject.opened.parts
-        given = (parts, call.batch, call.args, call.kwargs)
+        given = (parts, call.batch, call.further)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
             raise TypeError(
                 f"{self._arguments.name} is a function of zero.evaluate, which compiles it itself: "

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import PyTreeDef
-from jax.typing import ArrayLike
 
 from zerojax.accumulation.symbolic import TracedRows
 from zerojax.collectives import Inserter, gather_once
@@ -32,7 +31,7 @@ from zerojax.plan.places import DEVICE, offloads, reaches_host
 from zerojax.plan.quantized import sent_formats
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.batch_placer import BatchPlacer
-from zerojax.step.call import RearrangedFunction, Static, divide, join
+from zerojax.step.call import Further, RearrangedFunction
 from zerojax.step.entering import enter
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
@@ -118,7 +117,7 @@ class EvaluationProgram:
         self._copies = states.placer.copies(plan) if offloads(self._config) else None
         self._known: dict[Hashable, Execution] = {}
         self._jitted = JitOnceDecided(
-            with_argument_names(self._run, "state", BATCH, "arrays", "static", "execution"),
+            with_argument_names(self._run, "state", BATCH, "further", "execution"),
             lambda: (
                 streaming(plan.mesh)
                 if reaches_host(self._config)
@@ -126,11 +125,11 @@ class EvaluationProgram:
                     plan.mesh, layer=max(self._inserter.layers, default=0), overlap=overlap
                 )
             ),
-            static_argnums=(3, 4),
+            static_argnums=3,
         )
 
     def __call__(
-        self, opened: OpenedState, batch: PyTree, args: PyTree, kwargs: PyTree
+        self, opened: OpenedState, batch: PyTree, further: Further
     ) -> tuple[PyTree, list[jax.Array | None]]:
         """Runs the function.
 
@@ -140,8 +139,7 @@ class EvaluationProgram:
         Raises:
           DiskStateError: A parameter's bytes on disk are not those that were written.
         """
-        arrays, static = divide(args, kwargs)
-        execution = self._execution(batch, arrays, static)
+        execution = self._execution(batch, further)
         values = self._values(opened, execution.used)
         if self._reader is not None:
             self._reader.use(values)
@@ -149,7 +147,7 @@ class EvaluationProgram:
         if execution.filled is not None:
             batch = execution.filled.pad(batch, self._placer.leaves)
         placed = self._placer.place(batch)
-        results = self._jitted(given, placed, arrays, static, execution)
+        results = self._jitted(given, placed, further, execution)
         if self._reader is not None:
             self._reader.check(results)
         return results
@@ -170,11 +168,10 @@ class EvaluationProgram:
         return values
 
     def lowered(
-        self, opened: OpenedState, batch: PyTree, args: PyTree, kwargs: PyTree
+        self, opened: OpenedState, batch: PyTree, further: Further
     ) -> Iterator[LoweredProgram]:
         """Yields the single program, lowered."""
-        arrays, static = divide(args, kwargs)
-        execution = self._execution(batch, arrays, static)
+        execution = self._execution(batch, further)
         copied = self._copies is not None
         taken = self._shapes if copied else jax.tree.leaves(opened.parts)
         values = [
@@ -188,32 +185,31 @@ class EvaluationProgram:
         if execution.filled is not None:
             shapes = like(shapes, execution.filled.padded)
         placed = self._placer.abstract(shapes)
-        traced = self._jitted.trace(values, placed, arrays, static, execution)
+        traced = self._jitted.trace(values, placed, further, execution)
         reaches = reaches_host(self._config)
         yield LoweredProgram(
             EVALUATION, compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
         )
 
-    def _execution(self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static) -> Execution:
+    def _execution(self, batch: PyTree, further: Further) -> Execution:
         """Returns the choices for batches of these shapes, from the cache if they are known."""
         rows = self._placer.leaves
         blocks = 1 if rows.own_rows(batch) is None else rows.blocks
         batch_shapes = self._placer.shapes(batch)
         leaves, tree = jax.tree.flatten(batch_shapes)
         shapes = tuple((x.shape, x.dtype) for x in leaves)
-        key = shapes, tree, tuple(map(jax.typeof, arrays)), static, blocks
+        arrays, others = jax.tree.flatten(further)
+        key = shapes, tree, tuple(map(jax.typeof, arrays)), others, blocks
         if key not in self._known:
-            self._known[key] = self._work_out(batch_shapes, blocks, arrays, static)
+            self._known[key] = self._work_out(batch_shapes, blocks, further)
         return self._known[key]
 
-    def _work_out(
-        self, batch: PyTree, blocks: int, arrays: Sequence[ArrayLike], static: Static
-    ) -> Execution:
+    def _work_out(self, batch: PyTree, blocks: int, further: Further) -> Execution:
         """Traces the function, and decides how batches of these shapes are divided; logs why a
         batch is not divided."""
         rows = rows_of(batch)
         self._placer.check_tokens(batch)
-        traced = self._traced(batch, arrays, static)
+        traced = self._traced(batch, further)
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
         graph = graph_of(jaxpr)
         used = tuple(graph.times_used(v) > 0 for v in jaxpr.invars[: len(self._leaves)])
@@ -223,7 +219,7 @@ class EvaluationProgram:
             division = Division.of(rows, self._micro, self._placer.world, blocks)
         if division is not None:
             try:
-                by_rows = self._by_rows(traced, batch, arrays, static, division)
+                by_rows = self._by_rows(traced, batch, further, division)
             except Undivided as reason:
                 instead = f"not in {division.times} micro-batches of {division.part}"
                 if division.times == 1:
@@ -236,20 +232,19 @@ class EvaluationProgram:
                 division = None
         return Execution(used, division, division or filled, traced, by_rows)
 
-    def _traced(self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static) -> TracedFunction:
+    def _traced(self, batch: PyTree, further: Further) -> TracedFunction:
         """Traces the function on abstract, unsharded arrays of a state."""
 
         def body(
-            leaves: list[jax.Array], batch: PyTree, arrays: list[jax.Array]
+            leaves: list[jax.Array], batch: PyTree, further: Further
         ) -> tuple[PyTree, list[jax.Array | None]]:
             if self._low is not None and self._config.auto_cast:
                 batch = cast(batch, self._low)
-            args, kwargs = join(arrays, static)
             parts = jax.tree.unflatten(self._tree, leaves)
-            return self._call(self.function, parts, batch, args, kwargs)
+            return self._call(self.function, parts, batch, *further)
 
         # The function does not see memory kinds: it is traced as if all arrays were on the device.
-        given = self._shapes, batch, list(arrays)
+        given = self._shapes, batch, further
         if self._explicit is None:
             closed, out = hijax.trace(body, *given)
         else:
@@ -262,7 +257,7 @@ class EvaluationProgram:
             )
             closed, out = make_jaxpr(body, given, specs, self._plan.lowering_mesh, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
-        has_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
+        has_rows = [*[False] * len(self._leaves), *rows, *[False] * len(jax.tree.leaves(further))]
         traced = without_ravels(closed)
         if self._explicit is None:
             traced = with_late_weights(traced, len(self._leaves))
@@ -272,8 +267,7 @@ class EvaluationProgram:
         self,
         full: TracedFunction,
         batch: PyTree,
-        arrays: Sequence[ArrayLike],
-        static: Static,
+        further: Further,
         division: Division,
     ) -> ByRows:
         """Returns the divided function.
@@ -283,7 +277,7 @@ class EvaluationProgram:
         """
         rows = TracedRows.of(division.rows, division.part)
         try:
-            part = self._traced(like(batch, rows.traced[1]), arrays, static)
+            part = self._traced(like(batch, rows.traced[1]), further)
         except Exception as error:
             raise Undivided(
                 f"on {rows.traced[1]} rows it fails ({type(error).__name__}); an array with a row "
@@ -297,8 +291,7 @@ class EvaluationProgram:
         self,
         values: list[Any],
         batch: PyTree,
-        arrays: list[jax.Array],
-        static: Static,
+        further: Further,
         execution: Execution,
     ) -> tuple[PyTree, list[jax.Array | None]]:
         """Runs the function in the compiled program: the state enters as shards, and the function
@@ -317,6 +310,7 @@ class EvaluationProgram:
         ]
         entered = enter(self._inserter, self._plan, self._leaves, given, self._reader)
         state = gather_once.gather(*entered, self._inserter)
+        arrays = jax.tree.leaves(further)
         if execution.division is None:
             if (filled := execution.filled) is not None:
                 batch = jax.tree.map(lambda x: filled.without_copies(x) if x.ndim else x, batch)
@@ -324,7 +318,7 @@ class EvaluationProgram:
             if self._stages is not None:
 
                 def smaller(n: int) -> AnyJaxpr:
-                    return self._traced(like(batch, n), arrays, static).closed
+                    return self._traced(like(batch, n), further).closed
 
                 closed = self._stages(closed, smaller, execution.full.batch)
             outs = self._run_on(closed, state, jax.tree.leaves(batch), arrays)

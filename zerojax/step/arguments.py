@@ -1,9 +1,10 @@
 """The roles of a decorated function's arguments: state, batch, constants, further arguments.
 
-    arguments = Arguments(function, static_argnums=3)
+    arguments = Arguments(function, static=3)
     call = arguments.sort(args, kwargs)
     function = arguments.rearranged(call.form)
-    function(*call.objects, call.batch, *call.args, **call.kwargs)  # is function(*args, **kwargs)
+    args, kwargs = call.further
+    function(*call.objects, call.batch, *args, **kwargs)  # the function as it was called
 
 The rest of zerojax calls every function in this order, whatever order its author chose.
 """
@@ -20,13 +21,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zerojax.step.call import Call, Constant, Form, RearrangedFunction, Roles, is_array, is_key
+from zerojax.step.call import (
+    Call,
+    Constant,
+    Form,
+    Frozen,
+    RearrangedFunction,
+    Roles,
+    is_array,
+    is_key,
+)
 from zerojax.step.find_state import find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.pytree import is_part
 from zerojax.xla.types import PyTree
+
+Slots = Slot | Sequence[Slot] | None
+"""Arguments that the user names, by position or name."""
 
 
 class LastSlots(NamedTuple):
@@ -47,10 +60,11 @@ class Arguments:
     Args:
       function: ``(state, batch, ...)`` with a ``TrainState`` or other pytrees, or a function of NNX
         objects, a batch and more in any order; with or without ``jax.jit`` or ``nnx.jit``.
-      static_argnums, static_argnames: Arguments that are part of the program, as for ``jax.jit``.
-      batch_argnums: The arguments that are the batch, if it is not the first argument after the
-        state with rows: a position or a name, or several, whose tuple is the batch.
-      state_argnums: The arguments that are the state, if they cannot be found.
+      static: The arguments that are part of the program, as for ``jax.jit``.
+      batch: The arguments that are the batch, if it is not the first argument after the state with
+        rows: a position or a name, or several, whose tuple is the batch.
+      state: The arguments that are the state, if they cannot be found.
+      frozen: The arguments that are parameters, and that the step does not train.
       returns_state: Whether the function returns the new state.
       batch_axis: The dimension of the batch's arrays that has the rows.
 
@@ -72,35 +86,35 @@ class Arguments:
     def __init__(
         self,
         function: Callable[..., PyTree],
-        static_argnums: int | Sequence[int] | None = None,
-        static_argnames: str | Iterable[str] | None = None,
-        batch_argnums: Slot | Sequence[Slot] | None = None,
-        state_argnums: int | Sequence[int] | None = None,
+        static: Slots = None,
+        batch: Slots = None,
+        state: Slots = None,
+        frozen: Slots = None,
         returns_state: bool = True,
         batch_axis: int = 0,
     ) -> None:
-        self.function, static, donated = open_jit(function)
+        jitted = open_jit(function)
+        self.function = jitted.function
         self.name = name_of(self.function)
         try:
             self._parameters = list(inspect.signature(self.function).parameters.values())
         except (TypeError, ValueError):  # a builtin without a signature
             self._parameters = []
-        nums = self._positions("static_argnums", static_argnums)
-        names = self._names("static_argnames", static_argnames)
-        self._static = self._both((*nums, *names, *static))
-        self._donated = self._both(donated)
-        self._batch = self._slots(batch_argnums)
-        self._state = self._positions("state_argnums", state_argnums)
+        self._static = self._both((*self._slots("static", static), *jitted.static))
+        self._donated = self._both(jitted.donated)
+        self._batch, self._state = self._slots("batch", batch), self._slots("state", state)
+        self._frozen = self._both(self._slots("frozen", frozen))
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
         self._found: dict[Hashable, Roles] = {}
-        self._several = isinstance(batch_argnums, Sequence) and not isinstance(batch_argnums, str)
-        for slot in self._batch:
-            if slot in self._static:
-                option = "argnames" if isinstance(slot, str) else "argnums"
-                raise ValueError(
-                    f"{self.name}: argument {slot} is in batch_{option} and static_{option}; "
-                    "leave it out of one."
-                )
+        self._several = isinstance(batch, Sequence) and not isinstance(batch, str)
+        options = {"static": self._static, "batch": self._batch, "state": self._state}
+        for one, other in (("batch", "static"), *(("frozen", name) for name in options)):
+            for slot in self._frozen if one == "frozen" else self._batch:
+                if slot in options[other]:
+                    raise ValueError(
+                        f"{self.name}: {one}_argnums and {other}_argnums both name the argument "
+                        f"{slot}. Remove it from one of them."
+                    )
 
     def sort(
         self,
@@ -122,18 +136,12 @@ class Arguments:
         given.update(kwargs)
         roles = self._roles(given, last or LastSlots())
         form = roles.form
-        further = [
-            (slot, self._constant(slot, given[slot]) if slot in self._static else given[slot])
-            for slot in roles.further
-        ]
+        further = [(slot, self._further(slot, given[slot])) for slot in roles.further]
         batch = tuple([given[slot] for slot in form.batch])
-        return Call(
-            tuple([given[slot] for slot in form.objects]),
-            batch if form.several else batch[0],
-            tuple([x for slot, x in further if isinstance(slot, int)]),
-            {slot: x for slot, x in further if isinstance(slot, str)},
-            roles,
-        )
+        args = tuple([x for slot, x in further if isinstance(slot, int)])
+        kwargs = {slot: x for slot, x in further if isinstance(slot, str)}
+        objects = tuple([given[slot] for slot in form.objects])
+        return Call(objects, batch if form.several else batch[0], (args, kwargs), roles)
 
     def _roles(self, given: dict[Slot, PyTree], last: LastSlots) -> Roles:
         """Returns the roles of the arguments of a call, found once for calls of equal kinds."""
@@ -155,7 +163,12 @@ class Arguments:
         """Assigns roles to the arguments of a call."""
         given = self._in_order(given)
         positions = sum(isinstance(slot, int) for slot in given)
-        free = [slot for slot in given if slot not in self._static]
+        free = [slot for slot in given if slot not in self._static | self._frozen]
+        if modules := [slot for slot in given if slot in self._frozen and is_nnx(given[slot])]:
+            raise TypeError(
+                f"{self.name}: frozen_argnums names {self._text(modules)}, an NNX object, which is "
+                "part of the state. Remove it from frozen_argnums."
+            )
         objects = self._objects(given, free)
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, left, [given[slot] for slot in objects])
@@ -190,8 +203,9 @@ class Arguments:
         removed = {p.name for p in first}
         arguments._static = frozenset(without_self(self._static - removed))
         arguments._donated = frozenset(without_self(self._donated - removed))
+        arguments._frozen = frozenset(without_self(self._frozen - removed))
         arguments._batch = without_self(self._batch)
-        arguments._state = tuple(n - 1 for n in self._state if n)
+        arguments._state = without_self(self._state)
         arguments._found = {}
         return arguments
 
@@ -247,14 +261,29 @@ class Arguments:
         same.update({name: n for n, name in same.items()})
         return [slot if slot in given else same.get(slot, slot) for slot in slots]
 
-    def _constant(self, slot: Slot, value: object) -> Constant:
+    def _further(self, slot: Slot, value: PyTree) -> PyTree:
+        """Returns an argument beside the state and the batch in the form of :data:`Further`."""
+        if slot in self._static:
+            name, remedy = f"the static argument {self._text([slot])}", "do not make it static"
+            return self._constant(name, value, remedy)
+
+        def traced(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
+            if is_array(x):
+                return x
+            name = f"the argument {self._text([slot])}{jax.tree_util.keystr(path)}"
+            return self._constant(name, x, "bind it with functools.partial")
+
+        if not all(map(is_array, jax.tree.leaves(value))):
+            value = jax.tree_util.tree_map_with_path(traced, value)
+        return Frozen(value) if slot in self._frozen else value
+
+    def _constant(self, name: str, value: object, remedy: str) -> Constant:
         try:
             hash(value)
         except TypeError:
             raise TypeError(
-                f"{self.name}: the static argument {self._text([slot])} is a "
-                f"{type(value).__name__}, which is not hashable: pass a hashable one (a tuple, a "
-                "frozen dataclass), or leave it out of static_argnums and static_argnames."
+                f"{self.name}: {name} is a {type(value).__name__}, which is not hashable. Pass a "
+                f"tuple or a frozen dataclass, or {remedy}."
             ) from None
         return Constant(value)
 
@@ -271,45 +300,34 @@ class Arguments:
     def _has(self, kind: object) -> bool:
         return not self._parameters or any(p.kind is kind for p in self._parameters)
 
-    def _positions(self, option: str, given: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Converts ``given`` to positions, counted from 0."""
+    def _slots(self, option: str, given: Slots) -> tuple[Slot, ...]:
+        """Converts the arguments that an option names: positions, counted from 0, and names."""
         if given is None:
             return ()
+        several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+        return tuple(self._slot(option, slot) for slot in several)
+
+    def _slot(self, option: str, given: Slot) -> Slot:
+        names, positional = [p.name for p in self._parameters], self._positional()
+        if isinstance(given, str):
+            if given in names or self._has(inspect.Parameter.VAR_KEYWORD):
+                return given
+            taken = ", ".join(names)
+            raise ValueError(f"{option}_argnames has {given!r}, but {self.name} takes {taken}.")
         try:
-            nums = [operator.index(n) for n in (given if isinstance(given, Sequence) else (given,))]
+            position = operator.index(given)
         except TypeError:
-            raise TypeError(f"{option}: an int or a sequence of them, not {given!r}.") from None
-        n = len(self._positional())
-        for num in nums:
-            if not -n <= num < n and (num < 0 or not self._has(inspect.Parameter.VAR_POSITIONAL)):
-                raise ValueError(
-                    f"{option} has {num}, but {self.name} takes {n} positional arguments: "
-                    f"{', '.join(self._positional())}."
-                )
-        return tuple(num + n if num < 0 else num for num in nums)
-
-    def _names(self, option: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
-        names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-        for name in names:
-            if not isinstance(name, str):
-                raise TypeError(f"{option}: a str or several, not {name!r}.")
-            known = [p.name for p in self._parameters]
-            if name not in known and not self._has(inspect.Parameter.VAR_KEYWORD):
-                raise ValueError(
-                    f"{option} has {name!r}, but {self.name} takes {', '.join(known)}."
-                )
-        return names
-
-    def _slots(self, given: Slot | Sequence[Slot] | None) -> tuple[Slot, ...]:
-        """Converts the batch's positions, counted from 0, and names."""
-        several = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-        slots: tuple[Slot, ...] = ()
-        for slot in several if given is not None else ():
-            if isinstance(slot, str):
-                slots += self._names("batch_argnames", slot)
-            else:
-                slots += self._positions("batch_argnums", slot)
-        return slots
+            raise TypeError(
+                f"{option}_argnums: expected positions or names, got {given!r}."
+            ) from None
+        n = len(positional)
+        beyond = position >= n and self._has(inspect.Parameter.VAR_POSITIONAL)
+        if not beyond and not -n <= position < n:
+            raise ValueError(
+                f"{option}_argnums has {position}, but {self.name} takes {n} positional arguments: "
+                f"{', '.join(positional)}."
+            )
+        return position + n if position < 0 else position
 
     def _both(self, slots: Iterable[Slot]) -> frozenset[Slot]:
         """Returns the slots by position and by name, as far as the signature shows both."""
@@ -330,9 +348,7 @@ class Arguments:
         )
 
 
-def slots(
-    nums: int | Sequence[int] | None, names: str | Iterable[str] | None
-) -> Slot | Sequence[Slot] | None:
+def slots(nums: int | Sequence[int] | None, names: str | Iterable[str] | None) -> Slots:
     """Returns arguments by positions and by names as one value."""
     if names is None:
         return nums

@@ -13,7 +13,7 @@ from zerojax.config import BatchSizes
 from zerojax.devices.mesh import stage_size
 from zerojax.devices.rows import dimension
 from zerojax.step.batch_placer import BatchPlacer
-from zerojax.step.call import Call, is_array
+from zerojax.step.call import Call, Frozen, is_array
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import is_part
 from zerojax.xla.types import PyTree
@@ -151,11 +151,12 @@ class BatchLayout(BatchPlacer):
         if self.sizes.accumulation == 1:
             return
         rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)} - {None}
-        given = dict(zip(call.roles.further, (*call.args, *call.kwargs.values()), strict=True))
+        args, kwargs = call.further
+        given = dict(zip(call.roles.further, (*args, *kwargs.values()), strict=True))
         alike = {
             slot: [x for x in jax.tree.leaves(value) if _rows(x) in rows]
             for slot, value in given.items()
-            if not is_part(value, call.objects)
+            if not isinstance(value, Frozen) and not is_part(value, call.objects)
         }
         if slots := [slot for slot, leaves in alike.items() if leaves]:
             shape = np.shape(alike[slots[0]][0])

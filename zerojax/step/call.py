@@ -6,14 +6,13 @@ Arrays among the further arguments are traced; everything else is part of the pr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
-from jax.typing import ArrayLike
 
 from zerojax.plan.layout import Spec
 from zerojax.step.jitted import Slot
@@ -22,8 +21,9 @@ from zerojax.train_state.results import ObjectPlaceholder
 from zerojax.xla.types import PyTree
 
 
+@jax.tree_util.register_static
 class Constant:
-    """A static argument as one leaf, compared by type and value."""
+    """A value that is part of the program, a pytree without leaves; compared by type and value."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -38,6 +38,26 @@ class Constant:
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """An argument of parameters that the step does not train, such as a teacher.
+
+    Attributes:
+      value: The argument.
+      specs: The spec of each of its arrays; None for an array that is not sharded over ZeRO's axis.
+        Empty before the step has read them from the arrays.
+    """
+
+    value: PyTree
+    specs: tuple[Spec | None, ...] = field(default=(), metadata={"static": True})
+
+
+Further = tuple[tuple[PyTree, ...], dict[str, PyTree]]
+"""The arguments beside the state and the batch, by position and by name: arrays and numbers, which
+are traced, and each other leaf in a :class:`Constant`."""
 
 
 class Form(NamedTuple):
@@ -87,14 +107,13 @@ class Call(NamedTuple):
     Attributes:
       objects: The state: one ``TrainState``, or all NNX objects in the order of the call.
       batch: One argument, or a tuple of the arguments that ``batch_argnums`` names.
-      args, kwargs: All other arguments, in order, each static argument in a :class:`Constant`.
+      further: All other arguments, in order.
       roles: The roles of the arguments.
     """
 
     objects: tuple[PyTree, ...]
     batch: PyTree
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
+    further: Further
     roles: Roles
 
     @property
@@ -110,7 +129,7 @@ class RearrangedFunction:
 
     Attributes:
       changed: Attributes of NNX objects that the function sets, as ``model.train()`` does, by the
-        static arguments with which the function was traced.
+        structure of :data:`Further` with which the function was traced.
 
     Raises:
       NameError: The function uses an axis name that only ``pmap`` would define.
@@ -123,23 +142,23 @@ class RearrangedFunction:
     def __init__(self, function: Callable[..., PyTree], name: str, form: Form) -> None:
         self.function, self.form, self.__name__ = function, form, name
         self.__wrapped__ = function  # where JAX looks for the names and the line of its errors
-        self.changed: dict[Static, Settings] = {}
+        self.changed: dict[PyTreeDef, Settings] = {}
 
     def __call__(self, *given: PyTree, **kwargs: PyTree) -> PyTree:
         form, n = self.form, len(self.form.objects)
         batch = given[n] if form.several else (given[n],)
         slots = dict(zip((*form.objects, *form.batch), (*given[:n], *batch), strict=True))
         further = iter(given[n + 1 :])
-        args = [_value(slots[i] if i in slots else next(further)) for i in range(form.positions)]
+        args = [slots[i] if i in slots else _opened(next(further)) for i in range(form.positions)]
         named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
         before = settings(given[:n])
         with without_pmap(self.__name__):
-            out = self.function(*args, **named, **{k: _value(x) for k, x in kwargs.items()})
+            out = self.function(*args, **named, **{k: _opened(x) for k, x in kwargs.items()})
         if any(map(is_nnx, given[:n])):
             passed = {id(x): ObjectPlaceholder(i) for i, x in reversed([*enumerate(given[:n])])}
             out = jax.tree.map(lambda x: passed.get(id(x), x), out, is_leaf=is_nnx)
         after = settings(given[:n])
-        self.changed[divide(given[n + 1 :], kwargs)[1]] = {
+        self.changed[jax.tree.structure((given[n + 1 :], kwargs))] = {
             at: x for at, x in after.items() if at not in before or before[at] != x
         }
         return out
@@ -147,8 +166,7 @@ class RearrangedFunction:
     def bring_up_to_date(self, call: Call) -> None:
         """Sets the attributes that the function has set on the NNX objects of a call."""
         if any(self.changed.values()):
-            static = divide(call.args, call.kwargs)[1]
-            apply_settings(call.objects, self.changed[static])
+            apply_settings(call.objects, self.changed[jax.tree.structure(call.further)])
 
 
 @contextlib.contextmanager
@@ -170,64 +188,14 @@ def without_pmap(name: str) -> Iterator[None]:
         ).with_traceback(error.__traceback__) from None  # with the user's line
 
 
-def _value(x: object) -> object:
-    return x.value if isinstance(x, Constant) else x
-
-
-class Static(NamedTuple):
-    """Further arguments without their arrays; hashable, so that a jit can key on them.
-
-    Attributes:
-      tree: ``jax.tree.structure`` of the arguments, ``(args, kwargs)``.
-      values: The leaves in order, with None in the place of an array.
-      are_arrays: Whether each leaf is an array.
-      specs: The spec of each array that is sharded like a parameter, None for the others, from
-        :class:`zerojax.step.further_arguments.ArgumentReader`; empty without that reader.
-    """
-
-    tree: PyTreeDef
-    values: tuple[object, ...]
-    are_arrays: tuple[bool, ...]
-    specs: tuple[Spec | None, ...] = ()
-
-
-def divide(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[ArrayLike], Static]:
-    """Divides further arguments into arrays and numbers, and the rest: bools, strings, configs.
-
-    Raises:
-      TypeError: A value of the rest is not hashable.
-    """
-    leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-    are_arrays = tuple(map(is_array, leaves))
-    arrays: list[ArrayLike] = []
-    values: list[object] = []
-    for i, (x, array) in enumerate(zip(leaves, are_arrays, strict=True)):
-        if array:
-            arrays.append(x)
-            values.append(None)
-            continue
-        try:
-            hash(x)
-        except TypeError:
-            paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
-            where = jax.tree_util.keystr(paths[i][0][1:])
-            raise TypeError(
-                f"the further argument {where} is a {type(x).__name__}: no array, and not "
-                "hashable, so that it cannot be part of the compiled step. Make it hashable (a "
-                "frozen dataclass), or give it to the step by functools.partial."
-            ) from None
-        values.append(x)
-    return arrays, Static(tree, tuple(values), are_arrays)
-
-
-def join(
-    arrays: Sequence[ArrayLike], static: Static
-) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Rebuilds the further arguments of a call from the results of :func:`divide`."""
-    remaining = iter(arrays)
-    pairs = zip(static.values, static.are_arrays, strict=True)
-    leaves = [next(remaining) if array else x for x, array in pairs]
-    return jax.tree.unflatten(static.tree, leaves)
+def _opened(argument: PyTree) -> PyTree:
+    """Returns an argument of :data:`Further` as the caller passed it."""
+    value = argument.value if isinstance(argument, Frozen) else argument
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, Constant) else x,
+        value,
+        is_leaf=lambda x: isinstance(x, Constant),
+    )
 
 
 def is_key(x: object) -> bool:

@@ -166,7 +166,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
 
     def _relabelled(self, call: Call) -> Call:
         """Moves the arrays of a call under explicit mesh axes to the step's own mesh."""
-        arrays = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
+        arrays = {"batch": call.batch, "further": call.further}
         return call._replace(**relabel_arrays(arrays, self._states.mesh))
 
     def _compiled(
@@ -211,15 +211,25 @@ _COMPARED = 1024  # elements of an array whose values are compared at each call
 
 def _named(call: Call) -> dict[str, PyTree]:
     """Returns the leaves of the batch and of the further arguments of a call by name."""
-    roles, given = call.roles, (call.batch, (call.args, call.kwargs))
+    roles = call.roles
     if roles.names is None:
         keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
-        names = [f"batch{keystr(path)}" for path, _ in leaves(given[0])]
-        names += [f"argument {keystr(path[1:])} behind the batch" for path, _ in leaves(given[1])]
+        names = [f"batch{keystr(path)}" for path, _ in leaves(call.batch)]
+        further = leaves(call.further, is_leaf=_is_constant)
+        names += [f"argument {keystr(path[1:])} behind the batch" for path, _ in further]
         roles.names = tuple(names)
-        arrays = zip(names, jax.tree.leaves(given), strict=True)
-        roles.described = {name: _form(x) for name, x in arrays if not isinstance(x, Constant)}
-    return dict(zip(roles.names, jax.tree.leaves(given), strict=True))
+        arrays = zip(names, _leaves(call), strict=True)
+        roles.described = {name: _form(x) for name, x in arrays if not _is_constant(x)}
+    return dict(zip(roles.names, _leaves(call), strict=True))
+
+
+def _leaves(call: Call) -> list[PyTree]:
+    """Returns the leaves of the batch and of the further arguments of a call, constants too."""
+    return [*jax.tree.leaves(call.batch), *jax.tree.leaves(call.further, is_leaf=_is_constant)]
+
+
+def _is_constant(x: object) -> bool:
+    return isinstance(x, Constant)
 
 
 def _shared_values(named: dict[str, PyTree]) -> dict[str, object]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
-from zerojax.step.call import Static, join
+from zerojax.step.call import Further
 from zerojax.step.entering import BodyArrays, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
@@ -38,6 +38,7 @@ from zerojax.trace.broadcasts import with_broadcasts_in_loops
 from zerojax.trace.dependence import check_late, with_updated_copies
 from zerojax.trace.explicit import automatic_update, typed_replicated
 from zerojax.trace.loss_scaling import replacements
+from zerojax.trace.marks import GRADIENT
 from zerojax.trace.ravelled import without_ravels
 from zerojax.trace.unused import without_unused_gradients
 from zerojax.train_state.state_parts import Parts
@@ -47,17 +48,24 @@ from zerojax.xla.types import AnyJaxpr, PyTree
 _NUMBERS = (bool, int, float, complex)
 
 
+class Send(Protocol):
+    """Sends gradients to their places as soon as the body has computed them."""
+
+    def __call__(self, gradient: PyTree) -> PyTree:
+        """Returns the next gradient, in the order of the parameters, at its place."""
+
+    def host(self) -> Host | None:
+        """Returns how loops send gradients to host memory; None if they stay on the devices."""
+
+
 def evaluate_body(
     setting: StepSetting,
     tx: optax.GradientTransformationExtraArgs,
     start: Parts,
     params: BodyArrays,
     batch: PyTree,
-    arrays: list[jax.Array],
-    further: Static,
-    *,
-    replace: Mapping[str, Callable[[Any], Any]] | None = None,
-    host: Host | None = None,
+    further: Further,
+    send: Send | None = None,
 ) -> tuple[Parts, PyTree]:
     """Returns the state and the results that the user's step computes.
 
@@ -71,8 +79,8 @@ def evaluate_body(
       start: The state that the user's step sees. Its parameters may be shapes.
       params: The compute parameters, from :func:`zerojax.step.entering.enter`.
       batch: Leaves [rows, ...], under accumulation [k, rows, ...].
-      arrays, further: The step's further arguments, see :class:`StepSetting`.
-      replace, host: Arguments of the inserter, in a step without accumulation.
+      further: The step's further arguments.
+      send: Sends each gradient to its place; None leaves the gradients to the optimizer.
 
     Raises:
       ValueError: The step never updates, or too often, or would compute other numbers than under
@@ -84,7 +92,7 @@ def evaluate_body(
     whole = batch if k == 1 else rows_together(batch)
 
     # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
-    trace = _tracing(setting, tx, start, arrays, further)
+    trace = _tracing(setting, tx, start, further)
     # JAX traces shapes otherwise than the arrays of this program.
     closed, shapes = trace(whole if setting.schedule is None else jax.tree.map(jaxprs.like, whole))
     jaxpr, _ = jaxprs.open_jaxpr(closed)
@@ -92,8 +100,11 @@ def evaluate_body(
     if offloads(setting.config):
         check_late(jaxpr, start, shapes, setting.body.name)
     # Gradients that go to host memory are sent where they are produced.
+    host = None if send is None else send.host()
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
-    replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
+    replace = {**replacements(closed, start.opt_state.opt.loss_scale)}
+    if send is not None:
+        replace[GRADIENT] = send
     closed, trace = without_unused_gradients(closed), _with_used_gradients(trace)
     if setting.schedule is not None:
         closed = _pipelined(setting, setting.schedule, trace, closed, start, batch, shapes)
@@ -121,15 +132,13 @@ def _tracing(
     setting: StepSetting,
     tx: optax.GradientTransformationExtraArgs,
     start: Parts,
-    arrays: list[jax.Array],
-    further: Static,
+    further: Further,
 ) -> Trace:
     """Returns a function that traces the step on a batch."""
-    args, kwargs = join(arrays, further)
-    shards = enter_arguments(setting.inserter, arrays, further.specs)
+    shards = enter_arguments(setting.inserter, further)
 
     def trace(batch: PyTree) -> tuple[Any, PyTree]:
-        closed, shapes = _trace(setting, tx, start, batch, args, kwargs)
+        closed, shapes = _trace(setting, tx, start, batch, further)
         return WithShards.of(closed, shards), shapes
 
     return trace
@@ -164,8 +173,7 @@ def _trace(
     tx: optax.GradientTransformationExtraArgs,
     start: Parts,
     batch: PyTree,
-    args: PyTree,
-    kwargs: PyTree,
+    further: Further,
 ) -> tuple[AnyJaxpr, PyTree]:
     """Returns the jaxpr of the user's step, from the state and the batch to the new state and the
     results, and the shapes of these results."""
@@ -174,8 +182,8 @@ def _trace(
     @functools.wraps(body.function)  # JAX's errors name the user's step, and its file and line
     def step(parts: Parts, batch: PyTree) -> PyTree:
         if explicit is None:
-            return body(parts, tx, batch, args, kwargs)
-        return body(parts, automatic_update(tx), batch, *typed_replicated((args, kwargs)))
+            return body(parts, tx, batch, *further)
+        return body(parts, automatic_update(tx), batch, *typed_replicated(further))
 
     closed: AnyJaxpr
     if explicit is None:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import jax
 
 from zerojax.optim.wrap import ZeroTransformation
-from zerojax.step.call import Call, RearrangedFunction, divide, join
+from zerojax.step.call import Call, Further, RearrangedFunction
 from zerojax.step.find_state import computed
 from zerojax.step.view import View, WrappedView
 from zerojax.train_state.state_parts import OpenedState, Parts
@@ -25,15 +25,14 @@ def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) ->
     Raises:
       ValueError: The step does not update that optimizer state.
     """
-    arrays, static = divide(call.args, call.kwargs)
 
-    def run(parts: Parts, batch: PyTree, arrays: list[jax.Array]) -> None:
+    def run(parts: Parts, batch: PyTree, further: Further) -> None:
         view = WrappedView.of(View(parts.opt_state), _stop)
-        args, kwargs = join(arrays, static)
+        args, kwargs = further
         step(*opened.close(parts._replace(opt_state=view), None), batch, *args, **kwargs)
 
     try:
-        jax.eval_shape(run, jax.tree.map(computed, opened.parts), call.batch, arrays)
+        jax.eval_shape(run, jax.tree.map(computed, opened.parts), call.batch, call.further)
     except _Found as found:
         return found.tx
     raise ValueError(

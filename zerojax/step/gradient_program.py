@@ -26,13 +26,12 @@ from zerojax.optim.wrap import ZeroOptState, unscaled
 from zerojax.plan.places import DEVICE
 from zerojax.plan.state_sharding import layout
 from zerojax.plan.stored import pad
-from zerojax.step.call import Static
+from zerojax.step.call import Further
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import StepSetting
 from zerojax.step.view import View, collecting, constrainer
-from zerojax.trace.marks import GRADIENT
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
@@ -86,13 +85,12 @@ class GradientProgram:
         unset: Any = GradientResult._make([None] * len(GradientResult._fields))
         gradients = [plan.sharding(leaf) for leaf in plan.gradients()]
         self._jitted = jax.jit(
-            with_argument_names(self._run, STATE, BATCH, "arrays", "further"),
-            static_argnums=3,
+            with_argument_names(self._run, STATE, BATCH, "further"),
             out_shardings=unset._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
             compiler_options=streaming(plan.mesh, plan.config.xla_options),
         )
 
-    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> GradientResult:
+    def __call__(self, parts: Parts, batch: PyTree, further: Further) -> GradientResult:
         """Runs the program.
 
         Args:
@@ -103,25 +101,21 @@ class GradientProgram:
         """
         if self._reader is not None:
             self._reader.use(parts.params)
-        further = self._setting.divide(args, kwargs)
-        result: GradientResult = self._jitted(self._taken(parts), batch, *further)
+        result: GradientResult = self._jitted(self._taken(parts), batch, further)
         if self._reader is not None:
             # Reads and the update's writes share a queue; finish the reads first.
             self._reader.check((result.grads, result.out))
         return result
 
-    def traced(
-        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
-    ) -> jax.stages.Traced:
+    def traced(self, parts: Parts, batch: PyTree, further: Further) -> jax.stages.Traced:
         """Traces the program for abstract or concrete arguments."""
         batch = self._setting.layout.abstract(batch)
-        further = self._setting.divide(args, kwargs)
-        return self._jitted.trace(self._taken(parts), batch, *further)
+        return self._jitted.trace(self._taken(parts), batch, further)
 
     @seldom_collected()
-    def lowered(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> LoweredProgram:
+    def lowered(self, parts: Parts, batch: PyTree, further: Further) -> LoweredProgram:
         """Lowers the program for abstract or concrete arguments."""
-        traced = self.traced(parts, batch, args, kwargs)
+        traced = self.traced(parts, batch, further)
         return LoweredProgram(GRADIENTS, compat.lower_for(traced, self._setting.plan.mesh))
 
     def _taken(self, parts: Parts) -> Parts:
@@ -133,9 +127,7 @@ class GradientProgram:
 
     @compat.with_large_stack
     @seldom_collected()
-    def _run(
-        self, parts: Parts, batch: PyTree, arrays: list[jax.Array], further: Static
-    ) -> GradientResult:
+    def _run(self, parts: Parts, batch: PyTree, further: Further) -> GradientResult:
         """Computes the gradients in the compiled program: the compute parameters enter as shards,
         the body runs with an optimizer that collects gradients, and the prelude of the update
         follows."""
@@ -167,10 +159,8 @@ class GradientProgram:
             start,
             entered,
             batch,
-            arrays,
             further,
-            replace={GRADIENT: sender} if is_one_batch else None,
-            host=sender.host() if is_one_batch else None,
+            sender if is_one_batch else None,
         )
         grads: list[Any] = jax.tree.leaves(new_parts.opt_state.grads)
         sums = sender.square_sums

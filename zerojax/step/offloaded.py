@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from zerojax.placement.states import abstract
 from zerojax.plan.places import DISK
+from zerojax.step.call import Further
 from zerojax.step.gradient_program import GradientProgram
 from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import StepResult, StepSetting
@@ -47,12 +48,12 @@ class OffloadedStep:
         self.update = OptimizerUpdate(setting, self._copies)
         self._gradients = GradientProgram(setting, self.update)
 
-    def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
+    def __call__(self, flat: FlatParts, batch: PyTree, further: Further) -> StepResult:
         setting = self.setting
         parts = setting.plan.stored(flat).parts()
         params, opt_state = jax.tree.leaves(parts.params), jax.tree.leaves(parts.opt_state)
         inputs = parts._replace(params=self._copies.of(params), opt_state=opt_state)
-        result = self._gradients(inputs, batch, args, kwargs)
+        result = self._gradients(inputs, batch, further)
         del inputs
         opt_state = self.update.with_shared(opt_state, result.shared)
         if result.done is None or bool(result.done):
@@ -72,11 +73,9 @@ class OffloadedStep:
     def recompute(self) -> None:
         """See :meth:`StepProgram.recompute`. These programs leave out no pass of XLA."""
 
-    def traced(
-        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
-    ) -> jax.stages.Traced:
+    def traced(self, parts: Parts, batch: PyTree, further: Further) -> jax.stages.Traced:
         """Traces the program of the gradients."""
-        return self._gradients.traced(self._given(parts), batch, args, kwargs)
+        return self._gradients.traced(self._given(parts), batch, further)
 
     def _given(self, parts: Parts) -> Parts:
         """Returns the abstract input of the program of the gradients."""
@@ -84,11 +83,9 @@ class OffloadedStep:
         opt_state = jax.tree.leaves(parts.opt_state)
         return parts._replace(params=self._copies.abstract(), opt_state=opt_state)
 
-    def lowered(
-        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
-    ) -> Iterator[LoweredProgram]:
+    def lowered(self, parts: Parts, batch: PyTree, further: Further) -> Iterator[LoweredProgram]:
         """Lowers first the program of the gradients, then the programs of the update."""
         plan = self.setting.plan
-        yield self._gradients.lowered(self._given(parts), batch, args, kwargs)
+        yield self._gradients.lowered(self._given(parts), batch, further)
         for name, traced, times in self.update.by_groups.traced():
             yield LoweredProgram(name, compat.lower_for(traced, plan.mesh), times)

@@ -23,8 +23,7 @@ from zerojax.plan.quantized import sent_formats
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
-from zerojax.step.call import Form, RearrangedFunction
-from zerojax.step.further_arguments import ArgumentReader
+from zerojax.step.call import Form, Further, RearrangedFunction
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
@@ -50,7 +49,6 @@ class StepSetting:
       schedule: The pipeline of the layers; None without pipeline stages.
       body: The user's step on the parts of a state.
       inserter: Gathers parameters where the body uses them.
-      divide: Divides further arguments into arrays and the rest.
       tx, split, close, write_back, any_pytree, knows_parameters: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
     """
@@ -69,7 +67,6 @@ class StepSetting:
     knows_parameters: bool
     plan: Plan
     state_placer: StatePlacer
-    divide: ArgumentReader
     layout: BatchLayout
     schedule: Schedule | None
     body: Body
@@ -98,7 +95,6 @@ class StepSetting:
         self.plan = plan = states.plan(opened)
         self.state_placer = states.state_placer(plan)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
-        self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
         self.schedule = Schedule.of(mesh, sizes.accumulation)
         if self.schedule is not None:
@@ -153,17 +149,13 @@ class StepProgram(Protocol):
     setting: StepSetting
     fits: bool
 
-    def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
+    def __call__(self, flat: FlatParts, batch: PyTree, further: Further) -> StepResult:
         """Runs the step on a state and a batch that are placed as planned."""
 
-    def traced(
-        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
-    ) -> jax.stages.Traced:
+    def traced(self, parts: Parts, batch: PyTree, further: Further) -> jax.stages.Traced:
         """Traces the program that runs the user's step, for abstract or concrete arguments."""
 
-    def lowered(
-        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
-    ) -> Iterator[LoweredProgram]:
+    def lowered(self, parts: Parts, batch: PyTree, further: Further) -> Iterator[LoweredProgram]:
         """Lowers all programs of the step, each once, for abstract or concrete arguments."""
 
     def recompute(self) -> None:

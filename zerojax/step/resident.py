@@ -11,7 +11,7 @@ from zerojax.devices.mesh import axis_size
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.state_sharding import DTYPES
-from zerojax.step.call import Static
+from zerojax.step.call import Further
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.partial_update import to_shards
@@ -43,9 +43,8 @@ class ResidentStep:
         advance = advancing(setting.tx, matrices)
         self._tx = updating(setting.tx.init, advance, to_shards(plan))
         self._jitted = JitOnceDecided(
-            with_argument_names(self._step, STATE, BATCH, "arrays", "further"),
+            with_argument_names(self._step, STATE, BATCH, "further"),
             self._options,
-            static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(FlatParts.of(shardings), None, None),  # type: ignore[arg-type]
         )
@@ -67,9 +66,7 @@ class ResidentStep:
 
     @compat.with_large_stack
     @seldom_collected()
-    def _step(
-        self, flat: FlatParts, batch: PyTree, arrays: list[jax.Array], further: Static
-    ) -> StepResult:
+    def _step(self, flat: FlatParts, batch: PyTree, further: Further) -> StepResult:
         """Runs the step in the compiled program. The body computes with a copy of the parameters if
         the config has a compute dtype, or secondary shards; masters are updated beside the copy."""
         setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
@@ -82,7 +79,7 @@ class ResidentStep:
         start = parts._replace(params=compute, opt_state=view)
         plan = setting.plan
         entered = enter(setting.inserter, plan, plan.compute, jax.tree.leaves(compute))
-        new_parts, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, further)
+        new_parts, out = evaluate_body(setting, self._tx, start, entered, batch, further)
         after: View = new_parts.opt_state
         done = was_done(setting, parts.opt_state, after.opt)
         new_parts = new_parts._replace(
@@ -96,28 +93,23 @@ class ResidentStep:
             setting.signals(new_parts.opt_state, beside(out)),
         )
 
-    def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
+    def __call__(self, flat: FlatParts, batch: PyTree, further: Further) -> StepResult:
         plan = self.setting.plan
-        further = self.setting.divide(args, kwargs)
-        result: StepResult = self._jitted(plan.stored(flat), batch, *further)
+        result: StepResult = self._jitted(plan.stored(flat), batch, further)
         return result if plan.plain else result._replace(flat=plan.shown(result.flat))
 
-    def traced(
-        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
-    ) -> jax.stages.Traced:
+    def traced(self, parts: Parts, batch: PyTree, further: Further) -> jax.stages.Traced:
         """Traces the one program."""
         setting = self.setting
         flat = FlatParts.of(abstract(parts, setting.plan, at_rest=True))
         batch = setting.layout.abstract(batch)
-        return self._jitted.trace(flat, batch, *setting.divide(args, kwargs))
+        return self._jitted.trace(flat, batch, further)
 
-    def lowered(
-        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
-    ) -> Iterator[LoweredProgram]:
+    def lowered(self, parts: Parts, batch: PyTree, further: Further) -> Iterator[LoweredProgram]:
         """Lowers the one program."""
         setting = self.setting
         reaches = reaches_host(setting.config)
         with seldom_collected():
-            traced = self.traced(parts, batch, args, kwargs)
+            traced = self.traced(parts, batch, further)
             program = compat.lower_for(traced, setting.plan.mesh) if reaches else traced.lower()
         yield LoweredProgram(STEP, program)

@@ -32,6 +32,7 @@ from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.find_optimizer import find_optimizer
+from zerojax.step.further_arguments import with_specs
 from zerojax.step.last import Continue, LastState, returned_state, updated_objects
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepSetting
@@ -132,6 +133,7 @@ class Step(Decorated[P, R]):
         roles, plain = call.roles, self._is_alone and explicit is None
         is_checked = plain and roles.checked
         setting, layout, after_step = program.setting, program.setting.layout, self._after_step
+        call = call._replace(further=with_specs(call.further, setting.plan))
         if not is_checked:
             layout.check(call.batch)
         _check_not_deleted((flat.leaves[0], flat.leaves[-1]))
@@ -141,19 +143,19 @@ class Step(Decorated[P, R]):
         if plain and not is_checked:
             roles.placed = all(map(operator.is_, *map(jax.tree.leaves, (batch, call.batch))))
         if self._donate:
-            batch, args, kwargs = _copy_state_arrays(flat, (batch, call.args, call.kwargs))
-            call = call._replace(args=args, kwargs=kwargs)
+            batch, further = _copy_state_arrays(flat, (batch, call.further))
+            call = call._replace(further=further)
         if not is_checked:
             layout.check_more(call)
         self._compare(
             program,
             call,
-            lambda: program.lowered(flat.parts(), call.batch, call.args, call.kwargs),
+            lambda: program.lowered(flat.parts(), call.batch, call.further),
         )
         if self._guard is not None and not program.fits:
             self._check_memory(self._guard, program, call, flat.parts(), batch)
             program.fits = True
-        result = after_step.phase("step", program(flat, batch, call.args, call.kwargs))
+        result = after_step.phase("step", program(flat, batch, call.further))
         _check_concrete(self._arguments.name, result.flat.leaves[0])
         self._numbers = setting, setting.numbers(result.flat)
         objects = None if after is None else after(result.flat)
@@ -241,14 +243,13 @@ class Step(Decorated[P, R]):
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # the program that computed them has freed its memory
         recomputing = guard.check(
-            lambda: program.lowered(parts, like, call.args, call.kwargs),
+            lambda: program.lowered(parts, like, call.further),
             program.setting.plan,
             batch_bytes,
             program.setting.function,
             call.objects,
             like,
-            call.args,
-            call.kwargs,
+            call.further,
         )
         if recomputing:
             log.warning(
@@ -291,7 +292,7 @@ class Step(Decorated[P, R]):
         the device.
         """
         with self._checked(args, kwargs, self._program) as (program, parts, call):
-            yield from program.lowered(parts, call.batch, call.args, call.kwargs)
+            yield from program.lowered(parts, call.batch, call.further)
 
     @compat.with_short_traceback
     def collectives(self, *args: PyTree, **kwargs: PyTree) -> CollectivesTable:
@@ -327,7 +328,7 @@ class Step(Decorated[P, R]):
         with self._checked(args, kwargs, self._fresh) as (program, parts, call):
             inserter = program.setting.inserter
             inserter.ledger = Ledger(inserter.mesh, asked=True)
-            program.traced(parts, call.batch, call.args, call.kwargs)
+            program.traced(parts, call.batch, call.further)
             paths = [leaf.path for leaf in program.setting.plan.compute]
         return CollectivesTable.of(self._arguments.name, inserter.ledger.decisions, paths)
 
@@ -335,7 +336,7 @@ class Step(Decorated[P, R]):
         """Returns the names, by ``jax.ad_checkpoint.checkpoint_name``, of values that
         rematerialised blocks compute again, for abstract or concrete arguments."""
         with self._checked(args, kwargs, self._program) as (program, parts, call):
-            traced = program.traced(parts, call.batch, call.args, call.kwargs)
+            traced = program.traced(parts, call.batch, call.further)
         return names(jaxprs.open_jaxpr(traced.jaxpr)[0])
 
     def _fresh(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
@@ -358,7 +359,8 @@ class Step(Decorated[P, R]):
             program = make(opened, call, explicit)
             program.setting.layout.check(call.batch)
             program.setting.layout.check_more(call)
-            yield program, opened.parts, call
+            further = with_specs(call.further, program.setting.plan)
+            yield program, opened.parts, call._replace(further=further)
 
 
 def _check_not_deleted(arrays: Iterable[PyTree]) -> None:

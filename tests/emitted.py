@@ -163,7 +163,7 @@ def reference(source: Source) -> Reference:
 
     def run(parts: Any, batch: Any, further: Any) -> Any:
         """The step of NNX objects or of any pytree, on the state's parts."""
-        body = Body(arguments.rearranged(call.form), opened, "", ())
+        body = Body(arguments.rearranged(call.form), opened.kind, "", ())
         return body(parts, opened.tx, batch, *further)
 
     if source.call is Source.call and isinstance(call.objects[0], TrainState):
@@ -226,12 +226,13 @@ def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
     function = arguments.rearranged(call.form)
     with automatic_context(zero.mesh):
         opened = states.open(call.objects)
-        if opened.optimizer_in_step:
+        if opened.kind.optimizer_in_step:
             opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
-        setting = StepSetting(function, states, opened, None, True, AfterStep(zero.config).signals)
+        setting = StepSetting(function, states, opened, None)
         setting.layout.check(call.batch)
         setting.layout.check_more(call)
-        traced = ResidentStep(setting).traced(opened.parts, call.batch, call.further)
+        signals = AfterStep(zero.config).signals
+        traced = ResidentStep(setting, True, signals).traced(opened.parts, call.batch, call.further)
     parts = abstract(opened.parts, setting.plan, at_rest=True)
     return Emitted(traced.jaxpr, parts, setting.layout.accumulation)
 

@@ -113,7 +113,7 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
         np.testing.assert_array_equal(alone["params"]["both"], leaves["params.both"])
     opened = zero.states.open((got,))
     parts = zero.states.state_placer(zero.states.plan(opened)).donatable(opened)
-    (placed,) = opened.close(parts, opened.tx)
+    (placed,) = opened.close(parts)
     assert padded_of(placed)
     assert_same(placed, expected)
 

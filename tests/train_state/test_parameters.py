@@ -39,7 +39,7 @@ def test_have_the_form_of_the_moments(tx: Any) -> None:
     assert jax.tree.map(lambda a, b: a is b, opened.parts.params, PARAMS) == {"w": True, "b": True}
     assert opened.parts.opt_state is state["opt_state"]
     assert [*map(np.shape, jax.tree.leaves(opened.parts.rest))] == [(3,), ()]
-    (closed,) = opened.close(opened.parts, None)
+    (closed,) = opened.kind.close(opened.parts, None)
     assert all(map(lambda a, b: a is b, jax.tree.leaves(closed), jax.tree.leaves(state)))
 
 
@@ -53,7 +53,7 @@ def test_by_a_function() -> None:
 
     opened = open_pytree((state,), find_parameters((state,), KEYS, both))
     assert jax.tree.map(np.shape, opened.parts.params) == ({"w": (5, 3), "b": (3,)}, (4, 3))
-    (closed,) = opened.close(opened.parts, None)
+    (closed,) = opened.kind.close(opened.parts, None)
     assert jax.tree.structure(closed) == jax.tree.structure(state)
     assert closed["two"]["w"] is state["two"]["w"]
 

@@ -149,7 +149,7 @@ def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
     paths = state_tree.paths_of(opened.parts, form)
 
     def close(arrays: Sequence[object]) -> PyTree:
-        closed = opened.close(jax.tree.unflatten(tree, arrays), opened.tx)
+        closed = opened.close(jax.tree.unflatten(tree, arrays))
         return closed if form == "nnx" else closed[0]
 
     return _Wanted(
@@ -201,7 +201,7 @@ def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in given):
         planned = zero.states.open((state,))
         shapes = abstract(planned.parts, zero.states.plan(planned))
-        opened = split_state(planned.close(shapes, planned.tx))
+        opened = split_state(planned.close(shapes))
     (arrays,) = opened.parts.rest.values()
     leaves, tree = jax.tree.flatten(opened.parts.rest)
     structs = [_struct(x, unwrap_stored(x).sharding) for x in leaves]
@@ -212,7 +212,7 @@ def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _
         all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))
         zero.states.owned.add(parts.rest)
-        (closed,) = opened.close(parts, opened.tx)
+        (closed,) = opened.close(parts)
         return closed
 
     wanted = {path: x for path, x in zip(paths, structs, strict=True) if x.size}
@@ -221,7 +221,7 @@ def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _
         planned = zero.states.open((state,))
 
         def in_order(parts: Parts) -> object:
-            return opened.split(*planned.close(parts, planned.tx)).rest
+            return opened.kind.split(*planned.close(parts)).rest
 
         on_disk = _on_disk(paths, planned, zero, in_order)
     return _Wanted(wanted, close, on_disk)

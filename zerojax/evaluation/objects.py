@@ -54,13 +54,13 @@ def subject_of(objects: tuple[PyTree, ...], states: States) -> Subject:
         neither an array nor hashable.
     """
     opened = states.split_with_parameters(objects, read_only=True)
-    if opened.write_back is None:
+    if opened.kind.write_back is None:
         return _state_subject(opened)
     return _objects_subject(objects, opened)
 
 
 def _state_subject(opened: OpenedState) -> Subject:
-    close = opened.close  # a program keeps `call`, which must not keep this state's arrays
+    close = opened.kind.close  # a program keeps `call`, which must not keep this state's arrays
 
     def call(
         function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
@@ -74,18 +74,18 @@ def _state_subject(opened: OpenedState) -> Subject:
 def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subject:
     """Returns the subject of NNX objects, whose variables the function may change, except for
     parameters."""
-    close, split = opened.close, opened.split  # without this state's arrays, as above
+    kind = opened.kind  # without this state's arrays, as above
 
     def call(
         function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, list[jax.Array | None]]:
         parts = dequantize(parts)
-        call_objects = close(parts, REFUSING)
+        call_objects = kind.close(parts, REFUSING)
         before = settings(call_objects)
         out = function(*call_objects, batch, *args, **kwargs)
         after = settings(call_objects)
         apply_settings(call_objects, {key: x for key, x in before.items() if after.get(key) != x})
-        updated = split(*call_objects)
+        updated = kind.split(*call_objects)
         old_tree: PyTreeDef = jax.tree.structure(parts.rest)
         new_tree: PyTreeDef = jax.tree.structure(updated.rest)
         if old_tree != new_tree:
@@ -101,8 +101,8 @@ def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subjec
         leaves, tree = jax.tree.flatten(opened.parts.rest)
         updated = [old if new is None else new for old, new in zip(leaves, changed, strict=True)]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, updated))
-        assert opened.write_back is not None
-        opened.write_back(objects, parts, opened.tx)
+        assert opened.kind.write_back is not None
+        opened.kind.write_back(objects, parts, opened.tx)
 
     return Subject(opened, call, update)
 

@@ -54,12 +54,13 @@ class StatePlacer:
         leaves = jax.tree.leaves(parts)
         targets = [(x, *where) for x, where in zip(leaves, self._where, strict=True)]
         are_placed = [not opened.plain and _is_placed(*each) for each in targets]
-        if not opened.any_pytree and all(are_placed) and len({*map(id, leaves)}) == len(leaves):
+        any_pytree = opened.kind.any_pytree
+        if not any_pytree and all(are_placed) and len({*map(id, leaves)}) == len(leaves):
             return parts
         self._check_mesh(parts)
         if lockstep(self._mesh):
             require_same_values("the state", by_path(parts))
-        if opened.any_pytree:
+        if any_pytree:
             placed = {id(x) for x, is_in in zip(leaves, are_placed, strict=True) if is_in}
             kept = placed & self._owned.ids()
         else:

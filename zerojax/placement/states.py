@@ -137,9 +137,9 @@ class States:
           ValueError: The state has no parameters, or its optimizer is wrapped differently.
         """
         opened = self.split_with_parameters(objects)
-        in_place = opened.write_back is not None
-        has_own = opened.any_pytree and not in_place and find_zero_state(objects) is not None
-        if opened.any_pytree:
+        in_place = opened.kind.write_back is not None
+        has_own = opened.kind.any_pytree and not in_place and find_zero_state(objects) is not None
+        if opened.kind.any_pytree:
             self._check_features(wrapped=has_own, in_place=in_place)
         elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
@@ -147,7 +147,7 @@ class States:
                 "pass TrainState.create the params of model.init(...)."
             )
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
-        is_wrapped = opened.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
+        is_wrapped = opened.kind.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
         if is_wrapped:
             self._check_scaled(opened.parts.opt_state)
         else:
@@ -155,13 +155,13 @@ class States:
 
         def prepare(parts: Parts) -> Parts:
             parts = jax.tree.map(_array, relabel_arrays(parts, self.mesh))
-            if self.config.compute_dtype and opened.optimizer_in_step:  # has fp32 moments
+            if self.config.compute_dtype and opened.kind.optimizer_in_step:  # has fp32 moments
                 parts = parts._replace(params=jax.tree.map(full_precision, parts.params))
             elif self.config.compute_dtype:
                 parts = _full_precision_masters(parts, opened.tx)
             if not is_wrapped:
                 loss_scale = features(self.config)["loss_scale"]
-                norm = UNKNOWN if opened.any_pytree else 0.0
+                norm = UNKNOWN if opened.kind.any_pytree else 0.0
                 adopted = adopt(parts.opt_state, parts.step, loss_scale, norm)
                 parts = parts._replace(opt_state=adopted)
             return parts
@@ -172,7 +172,7 @@ class States:
         if has_own and not is_wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
         # For any other pytree `StatePlacer.donatable` decides array by array what to copy.
-        plain = not is_wrapped and not opened.any_pytree
+        plain = not is_wrapped and not opened.kind.any_pytree
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
@@ -225,8 +225,8 @@ class States:
         config needs them."""
         keys = self.keys_of_parameters()
         opened = split_state(objects, read_only=read_only)
-        in_place = opened.write_back is not None
-        if in_place or not opened.any_pytree or not keys or find_zero_state(objects) is None:
+        in_place = opened.kind.write_back is not None
+        if in_place or not opened.kind.any_pytree or not keys or find_zero_state(objects) is None:
             return opened
         parameters = find_parameters(objects, " and ".join(keys), self.params)
         return open_pytree(objects, parameters)
@@ -260,7 +260,7 @@ class States:
             if needs_frozen
             else ()
         )
-        tx = None if opened.optimizer_in_step else opened.tx
+        tx = None if opened.kind.optimizer_in_step else opened.tx
         plan = make_plan(
             opened.parts,
             tx,
@@ -342,7 +342,7 @@ class States:
                 )
                 parts = plan.shown(create_sharded(*arrays))
             state = _in_user_form(opened[0], parts)
-            if opened[0].any_pytree:
+            if opened[0].kind.any_pytree:
                 self.owned.add(parts)
             return state
 
@@ -435,7 +435,7 @@ def split_state(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Open
 
 def _in_user_form(opened: OpenedState, parts: Parts) -> PyTree:
     """Rebuilds the state in the form of the user's function: one object, or a tuple of several."""
-    objects = opened.close(parts, opened.tx)
+    objects = opened.close(parts)
     return objects[0] if len(objects) == 1 else objects
 
 

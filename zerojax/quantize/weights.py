@@ -139,7 +139,7 @@ def quantize_weights(
         opened = open_state(params)
         quantized = quantize_weights(params.params, bits, group_size=group_size, select=select)
         parts = opened.parts._replace(params=quantized, opt_state=optax.EmptyState())
-        return opened.close(parts, _NO_OPTIMIZER)[0]
+        return opened.kind.close(parts, _NO_OPTIMIZER)[0]
     leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     stacked = in_stacks([path for path, _ in leaves], [getattr(x, "shape", ()) for _, x in leaves])

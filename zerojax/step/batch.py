@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from zerojax.config import BatchSizes
 from zerojax.devices.mesh import stage_size
 from zerojax.devices.rows import dimension
+from zerojax.pipeline.schedule import Schedule
 from zerojax.step.batch_placer import BatchPlacer
 from zerojax.step.call import Call, Frozen, is_array
 from zerojax.step.jitted import Slot
@@ -36,10 +37,12 @@ class BatchLayout(BatchPlacer):
 
     Attributes:
       sizes: The argument of this name.
+      schedule: The pipeline of the layers; None without pipeline stages.
     """
 
     def __init__(self, mesh: Mesh, sizes: BatchSizes, axis: int = 0) -> None:
-        self._stages = stage_size(mesh)
+        self._stages, self.schedule = stage_size(mesh), Schedule.of(mesh, sizes.accumulation)
+        _check_batch_axis(sizes.accumulation, self.schedule, axis)
         super().__init__(mesh, sizes.accumulation if self._stages == 1 else 1, axis)
         self.sizes = sizes
 
@@ -219,3 +222,18 @@ def _options(slots: Sequence[Slot]) -> str:
 def _some(names: Collection[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join([*names][:_SHOWN]) + more
+
+
+def _check_batch_axis(accumulation: int, schedule: Schedule | None, batch_axis: int) -> None:
+    """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""
+    key = "gradient_accumulation_steps" if accumulation > 1 else ""
+    key = 'the mesh axis "stage"' if schedule is not None else key
+    if batch_axis and key:
+        counts = accumulation > 1 and schedule is None
+        value, remedy = (f" = {accumulation}", "set it to 1") if counts else ("", "")
+        raise ValueError(
+            f"batch_axis={batch_axis} with {key}{value}: micro-batches are cut along the leading "
+            f"dimension. To update once for each entry of that dimension, "
+            f"{remedy or f'take {key} out'}; where the step updates once, let it take the rows "
+            f"first: pass jnp.moveaxis(x, {batch_axis}, 0), and move them back in the step."
+        )

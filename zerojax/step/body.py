@@ -16,13 +16,13 @@ from jax.typing import ArrayLike
 from zerojax.graph.search import equations
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import split_state
-from zerojax.step.jitted import name_of
+from zerojax.step.call import RearrangedFunction
 from zerojax.step.partial_update import of_parts
 from zerojax.step.view import STARTS_AGAIN, View, WrappedView, beginning
 from zerojax.trace.dependence import unchanged
 from zerojax.trace.marks import GRADIENT, count, is_mark
 from zerojax.train_state.results import summary, take_out
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.state_parts import Parts, StateKind
 from zerojax.xla import jaxprs
 from zerojax.xla.lines import line
 from zerojax.xla.types import Jaxpr, PyTree
@@ -33,31 +33,26 @@ class Body:
 
     Args:
       function: The user's step.
-      opened: The state, for its functions that split a state and rebuild one.
+      kind: Splits and rebuilds states.
       once: The reason why the step may update only once, with the remedy; empty if it may update
         more often.
       needs_tx: The keys of the config that take effect in the state's own optimizer.
     """
 
-    function: Callable[..., PyTree]
+    function: RearrangedFunction
+    kind: StateKind
     once: str
     name: str
-    split: Callable[..., Parts]
-    close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
 
     def __init__(
         self,
-        function: Callable[..., PyTree],
-        opened: OpenedState,
+        function: RearrangedFunction,
+        kind: StateKind,
         once: str,
         needs_tx: Sequence[str],
     ) -> None:
-        self.function, self.once, self._needs_tx = function, once, needs_tx
-        self.name = name_of(function)
-        self.split, self.close = opened.split, opened.close
-        self._matches, self._in_place = opened.matches, opened.write_back is not None
-        self._any_pytree, self._knows_parameters = opened.any_pytree, opened.knows_parameters
-        self._optimizer_in_step = opened.optimizer_in_step
+        self.function, self.kind, self.once, self._needs_tx = function, kind, once, needs_tx
+        self.name = function.__name__
         self._sizes: list[int] = []  # gradients per update in the last trace
 
     def __call__(
@@ -85,45 +80,46 @@ class Body:
         view = parts.opt_state
         shown = parts
         if isinstance(view, View):
-            if self._optimizer_in_step:
+            if self.kind.optimizer_in_step:
                 shown = parts._replace(opt_state=WrappedView.of(view, self._one_optimizer(tx)))
             tx = beginning(tx, view)
-        state = self.close(shown, tx)
+        state = self.kind.close(shown, tx)
         out = self.function(*state, batch, *args, **kwargs)
         new = state
-        if self._in_place:
-            new_parts = self.split(*state)
+        if self.kind.write_back is not None:
+            new_parts = self.kind.split(*state)
             pairs = zip(*map(jax.tree.leaves, (new_parts.params, parts.params)), strict=False)
             is_same = all(new is old for new, old in pairs)
-            if self._knows_parameters and len(state) > 2 and is_same:
+            if self.kind.knows_parameters and len(state) > 2 and is_same:
                 raise ValueError(
                     f"{self.name} never calls optimizer.update for the model, perhaps for another "
                     "object of the same form: pass the model that is trained before it."
                 )
         else:
             returned = out
-            matches = self._matches(_without_views(state) if self._optimizer_in_step else state)
-            if self._optimizer_in_step:
-                matches = [*map(_of_any_view, matches)]
+            if self.kind.optimizer_in_step:
+                matches = [*map(_of_any_view, self.kind.matches(_without_views(state)))]
+            else:
+                matches = [*self.kind.matches(state)]
             found, out = take_out(out, matches)
             if len(found) < len(state):
                 raise self._not_returned(state, found, returned)
-            if not self._any_pytree and take_out(out, matches)[0]:
+            if not self.kind.any_pytree and take_out(out, matches)[0]:
                 raise TypeError(
                     f"{self.name} returns two states ({summary(returned)}): return only the "
                     "new one, and of the other only what you need (its parameters)."
                 )
             new = tuple(found[i] for i in range(len(state)))
-            if not self._any_pytree:
+            if not self.kind.any_pytree:
                 new_parts = split_state(new).parts
-            elif self._optimizer_in_step:
-                new_parts = self.split(*new)
+            elif self.kind.optimizer_in_step:
+                new_parts = self.kind.split(*new)
                 new_parts = new_parts._replace(
                     opt_state=_view(new_parts.opt_state, view), step=parts.step + 1
                 )
             else:
-                new_parts = self.split(*new)
-        if self._knows_parameters:
+                new_parts = self.kind.split(*new)
+        if self.kind.knows_parameters:
             new_parts = _with_own_update(new_parts, parts)
         else:
             if isinstance(view, View):
@@ -162,7 +158,7 @@ class Body:
         self, state: Sequence[PyTree], found: Collection[int], returned: PyTree
     ) -> TypeError:
         leaves = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
-        if self._optimizer_in_step and any(isinstance(x, ZeroOptState) for x in leaves):
+        if self.kind.optimizer_in_step and any(isinstance(x, ZeroOptState) for x in leaves):
             return TypeError(STARTS_AGAIN)  # under offload, the state in the step lacks arrays
         kinds = [type(_without_views(x)).__name__ for i, x in enumerate(state) if i not in found]
         return TypeError(
@@ -191,7 +187,7 @@ class Body:
                 "shape from step to step. Reshape the step's result, or create the state in that "
                 "shape."
             )
-        if not self._knows_parameters:  # its updates have no marks
+        if not self.kind.knows_parameters:  # its updates have no marks
             return
         leaves = len(jax.tree.leaves(start.params))
         times, looped = count(jaxpr, GRADIENT)

@@ -179,7 +179,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
-        key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
+        key = opened.kind.key, opened.tx, tree, shapes, opened.specs, form, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
             self._programs[key] = make(self._arguments.rearranged(form))

@@ -87,14 +87,14 @@ def evaluate_body(
         plain jit.
       NotImplementedError: The step continues with parameters that are updated later.
     """
-    k, inserter = setting.layout.accumulation, setting.inserter
+    k, inserter, schedule = setting.layout.accumulation, setting.inserter, setting.layout.schedule
     batch = _in_compute_dtype(setting, batch)
     whole = batch if k == 1 else rows_together(batch)
 
     # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
     trace = _tracing(setting, tx, start, further)
     # JAX traces shapes otherwise than the arrays of this program.
-    closed, shapes = trace(whole if setting.schedule is None else jax.tree.map(jaxprs.like, whole))
+    closed, shapes = trace(whole if schedule is None else jax.tree.map(jaxprs.like, whole))
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     setting.body.check(jaxpr, start, shapes[0])
     if offloads(setting.config):
@@ -106,9 +106,9 @@ def evaluate_body(
     if send is not None:
         replace[GRADIENT] = send
     closed, trace = without_unused_gradients(closed), _with_used_gradients(trace)
-    if setting.schedule is not None:
-        closed = _pipelined(setting, setting.schedule, trace, closed, start, batch, shapes)
-        setting.states.warn_once(setting.schedule.advice)
+    if schedule is not None:
+        closed = _pipelined(setting, schedule, trace, closed, start, batch, shapes)
+        setting.states.warn_once(schedule.advice)
 
     # Decide how the parameters that stay gathered are gathered.
     given, kept, dims = _arguments(setting, start, params, batch)
@@ -119,7 +119,7 @@ def evaluate_body(
     # Emit the step with its collectives.
     given = gather_once.gather(given, kept, inserter, closed)
     if k > 1:
-        several = whole if setting.function.form.several else ()
+        several = whole if setting.body.function.form.several else ()
         roles = roles_of(setting.body.name, start, batch, shapes, several)
         outs = _micro_batches(setting, trace, closed, batch, roles, want)(given, replace)
     else:
@@ -195,7 +195,7 @@ def _trace(
         closed, shapes = explicit.trace(step, start, batch, setting.plan)
         closed = with_broadcasts_in_loops(without_ravels(closed))
     closed = with_updated_copies(closed, start, shapes)
-    if setting.knows_parameters:
+    if setting.kind.knows_parameters:
         return closed, shapes
     leaves, tree = jax.tree.flatten((start, batch))
     specs: list[Spec | None] = [None] * len(leaves)

@@ -30,7 +30,7 @@ from zerojax.step.call import Further
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.optimizer_update import OptimizerUpdate
-from zerojax.step.program import StepSetting
+from zerojax.step.program import MakeSignals, StepSetting
 from zerojax.step.view import View, collecting, constrainer
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
@@ -74,10 +74,12 @@ class GradientProgram:
     Args:
       setting: The step.
       update: The update that follows.
+      signals: See :data:`zerojax.step.program.MakeSignals`.
     """
 
-    def __init__(self, setting: StepSetting, update: OptimizerUpdate) -> None:
-        self._setting, self._update, plan = setting, update, setting.plan
+    def __init__(self, setting: StepSetting, update: OptimizerUpdate, signals: MakeSignals) -> None:
+        self._setting, self._update, self._signals = setting, update, signals
+        plan = setting.plan
         grads = plan.grads if setting.layout.accumulation > 1 else plan.params
         self._tx = collecting(constrainer(plan.on_device(grads)), update.uses)
         self._reader = ParamReader.of(setting.config)
@@ -190,7 +192,7 @@ class GradientProgram:
             step=new_parts.step,
             out=plan.results(out),
             done=done,
-            signals=setting.signals(after, beside(out)),
+            signals=self._signals(after, beside(out)),
         )
 
     def _params(

@@ -18,7 +18,7 @@ from zerojax.plan.places import DISK
 from zerojax.step.call import Further
 from zerojax.step.gradient_program import GradientProgram
 from zerojax.step.optimizer_update import OptimizerUpdate
-from zerojax.step.program import StepResult, StepSetting
+from zerojax.step.program import MakeSignals, StepResult, StepSetting
 from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
@@ -37,16 +37,16 @@ class OffloadedStep:
     setting: StepSetting
     update: OptimizerUpdate
 
-    def __init__(self, setting: StepSetting) -> None:
-        self.setting, plan = setting, setting.plan
-        if not setting.donate and plan.bytes_in(DISK):
+    def __init__(self, setting: StepSetting, donate: bool, signals: MakeSignals) -> None:
+        self.setting, self._donate, plan = setting, donate, setting.plan
+        if not donate and plan.bytes_in(DISK):
             raise ValueError(
                 "donate=False keeps the state that a step is given, but arrays on disk are "
                 'overwritten in place: leave it out, or offload to device "cpu".'
             )
         self._copies = setting.states.placer.copies(plan)
         self.update = OptimizerUpdate(setting, self._copies)
-        self._gradients = GradientProgram(setting, self.update)
+        self._gradients = GradientProgram(setting, self.update, signals)
 
     def __call__(self, flat: FlatParts, batch: PyTree, further: Further) -> StepResult:
         setting = self.setting
@@ -57,10 +57,10 @@ class OffloadedStep:
         del inputs
         opt_state = self.update.with_shared(opt_state, result.shared)
         if result.done is None or bool(result.done):
-            if not setting.donate:
+            if not self._donate:
                 params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
             params, opt_state = self.update.run(result.grads, params, opt_state, result.scalars)
-        if setting.donate and parts.step is not result.step:
+        if self._donate and parts.step is not result.step:
             parts.step.delete()  # marks the entire state as donated
         after = Parts(
             jax.tree.unflatten(setting.structure.params, params),

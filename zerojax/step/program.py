@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import optax
 
 from zerojax.collectives import Inserter
 from zerojax.collectives.gathering import Thresholds
@@ -15,8 +14,6 @@ from zerojax.devices.mesh import micro_batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState, ZeroTransformation
-from zerojax.pipeline.schedule import Schedule
-from zerojax.placement.state_placer import StatePlacer
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
@@ -25,7 +22,7 @@ from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Form, Further, RearrangedFunction
 from zerojax.trace.explicit import Explicit
-from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts
+from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts, StateKind
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
 
@@ -38,37 +35,23 @@ class StepSetting:
       states: Turns a user's states into sharded states.
       opened: A state of that kind; its arrays are not kept.
       explicit: Axes and specs of the batch, for a step under explicit mesh axes; else None.
-      donate: Whether to reuse the memory of the state that is passed to the step.
-      signals: A function from the optimizer state and the results to the values that the host reads
-        after a step.
 
     Attributes:
+      states, explicit: The arguments of these names.
+      tx: The state's optimizer.
+      structure: ``jax.tree.structure`` of each of a state's parts.
       plan: PartitionSpec and bytes of every leaf of the state.
-      state_placer: Places the arrays of a state.
       layout: The placement of the batch.
-      schedule: The pipeline of the layers; None without pipeline stages.
       body: The user's step on the parts of a state.
       inserter: Gathers parameters where the body uses them.
-      tx, split, close, write_back, any_pytree, knows_parameters: See :class:`OpenedState`.
-      structure: ``jax.tree.structure`` of each of a state's parts.
     """
 
-    function: RearrangedFunction
     states: States
-    config: ZeroConfig
     explicit: Explicit | None
-    donate: bool
-    signals: Callable[[ZeroOptState, PyTree], Signals]
     tx: ZeroTransformation
-    split: Callable[..., Parts]
-    close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
-    write_back: Callable[[tuple[PyTree, ...], Parts, optax.GradientTransformation], None] | None
-    any_pytree: bool
-    knows_parameters: bool
+    structure: Parts
     plan: Plan
-    state_placer: StatePlacer
     layout: BatchLayout
-    schedule: Schedule | None
     body: Body
     inserter: Inserter
 
@@ -78,33 +61,25 @@ class StepSetting:
         states: States,
         opened: OpenedState,
         explicit: Explicit | None,
-        donate: bool,
-        signals: Callable[[ZeroOptState, PyTree], Signals],
     ) -> None:
-        self.function, self.states, self.config = function, states, states.config
-        self.explicit, self.donate, self.signals = explicit, donate, signals
-        self.tx, self.split, self.close = opened.tx, opened.split, opened.close
-        self.write_back, self.any_pytree = opened.write_back, opened.any_pytree
-        self.knows_parameters = opened.knows_parameters
-        self.structure: Parts = Parts(*map(jax.tree.structure, opened.parts))
+        self.states, self.explicit, self.tx = states, explicit, opened.tx
+        self.structure = Parts(*map(jax.tree.structure, opened.parts))
         opt_state: ZeroOptState = opened.parts.opt_state
         leaves, self._numbers = jax.tree.flatten(opt_state._replace(inner=None))
         inner: Any = jax.tree.structure(opt_state.inner)
         first = self.structure.params.num_leaves + inner.num_leaves
         self._slice_of_numbers = slice(first, first + len(leaves))
         self.plan = plan = states.plan(opened)
-        self.state_placer = states.state_placer(plan)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
-        sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
-        self.schedule = Schedule.of(mesh, sizes.accumulation)
-        if self.schedule is not None:
+        self.layout = BatchLayout(
+            mesh, config.batch(micro_batch_devices(mesh)), function.form.batch_axis
+        )
+        if self.layout.schedule is not None:
             _check_beside_stages(config)
-        _check_batch_axis(sizes.accumulation, self.schedule, rows_at)
-        self.layout = BatchLayout(mesh, sizes, rows_at)
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
         once = _once(config, self.layout.accumulation)
-        self.body = Body(function, opened, once, needs_tx)
+        self.body = Body(function, opened.kind, once, needs_tx)
         self.inserter = Inserter(
             mesh,
             axis,
@@ -114,6 +89,16 @@ class StepSetting:
             sent=sent_formats(config),
             thresholds=Thresholds(small=config.small_array_size),
         )
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The config."""
+        return self.states.config
+
+    @property
+    def kind(self) -> StateKind:
+        """The kind of state."""
+        return self.body.kind
 
     def numbers(self, flat: FlatParts) -> Sequence[Any]:
         """Returns the arrays of :meth:`zero_state`."""
@@ -126,12 +111,17 @@ class StepSetting:
 
     def serves(self, form: Form, explicit: Explicit | None) -> bool:
         """Returns whether the program serves calls of this form under these axes."""
-        return (self.function.form, self.explicit) == (form, explicit)
+        return (self.body.function.form, self.explicit) == (form, explicit)
+
+
+MakeSignals = Callable[[ZeroOptState, PyTree], Signals]
+"""Function from the optimizer state and the results to the values that the host reads after a
+step."""
 
 
 class StepResult(NamedTuple):
     """The results of a step: the arrays of the state after the step, the other results of the
-    user's step, and the ``signals`` of :class:`StepSetting`."""
+    user's step, and the signals."""
 
     flat: FlatParts
     out: PyTree
@@ -139,7 +129,9 @@ class StepResult(NamedTuple):
 
 
 class StepProgram(Protocol):
-    """A compiled step: resident, in one program, or offloaded, in several.
+    """A compiled step: resident, in one program, or offloaded, in several. Its class takes the
+    setting; whether to reuse the memory of the state that is passed to the step; and
+    :data:`MakeSignals`.
 
     Attributes:
       setting: The settings that the step was compiled from.
@@ -160,21 +152,6 @@ class StepProgram(Protocol):
 
     def recompute(self) -> None:
         """Lets XLA compute values again from now on, because the step does not fit otherwise."""
-
-
-def _check_batch_axis(accumulation: int, schedule: Schedule | None, batch_axis: int) -> None:
-    """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""
-    key = "gradient_accumulation_steps" if accumulation > 1 else ""
-    key = 'the mesh axis "stage"' if schedule is not None else key
-    if batch_axis and key:
-        counts = accumulation > 1 and schedule is None
-        value, remedy = (f" = {accumulation}", "set it to 1") if counts else ("", "")
-        raise ValueError(
-            f"batch_axis={batch_axis} with {key}{value}: micro-batches are cut along the leading "
-            f"dimension. To update once for each entry of that dimension, "
-            f"{remedy or f'take {key} out'}; where the step updates once, let it take the rows "
-            f"first: pass jnp.moveaxis(x, {batch_axis}, 0), and move them back in the step."
-        )
 
 
 def _check_beside_stages(config: ZeroConfig) -> None:

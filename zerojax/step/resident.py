@@ -15,7 +15,7 @@ from zerojax.step.call import Further
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.partial_update import to_shards
-from zerojax.step.program import StepResult, StepSetting
+from zerojax.step.program import MakeSignals, StepResult, StepSetting
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import FlatParts, Parts
@@ -34,8 +34,8 @@ class ResidentStep:
 
     setting: StepSetting
 
-    def __init__(self, setting: StepSetting) -> None:
-        self.setting, plan = setting, setting.plan
+    def __init__(self, setting: StepSetting, donate: bool, signals: MakeSignals) -> None:
+        self.setting, self._signals, plan = setting, signals, setting.plan
         shardings = plan.shardings()
         self._to_shards = constrainer(shardings.params)
         inner = jax.tree.unflatten(setting.structure.opt_state, plan.leaves["opt_state"]).inner
@@ -45,7 +45,7 @@ class ResidentStep:
         self._jitted = JitOnceDecided(
             with_argument_names(self._step, STATE, BATCH, "further"),
             self._options,
-            donate_argnums=(0,) if setting.donate else (),
+            donate_argnums=(0,) if donate else (),
             out_shardings=StepResult(FlatParts.of(shardings), None, None),  # type: ignore[arg-type]
         )
 
@@ -90,7 +90,7 @@ class ResidentStep:
         return StepResult(
             FlatParts.of(plan.at_rest(new_parts)).like(flat),
             plan.results(out),
-            setting.signals(new_parts.opt_state, beside(out)),
+            self._signals(new_parts.opt_state, beside(out)),
         )
 
     def __call__(self, flat: FlatParts, batch: PyTree, further: Further) -> StepResult:

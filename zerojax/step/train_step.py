@@ -127,7 +127,7 @@ class Step(Decorated[P, R]):
         """Returns the state's objects after the step, and the results without these objects."""
         if found is None or not found.program.setting.serves(call.form, explicit):
             found = self._begin(call, explicit)
-        elif found.program.setting.write_back is not None:
+        elif found.program.setting.kind.write_back is not None:
             from_cached_partial()
         program, flat, after = found
         roles, plain = call.roles, self._is_alone and explicit is None
@@ -163,13 +163,13 @@ class Step(Decorated[P, R]):
             objects, last = self._closed(call, program, result.flat)
             slots = LastSlots(call.form.objects, program)
             self._last = None if last is None else (last, program, slots)
-        if setting.any_pytree:
+        if setting.kind.any_pytree:
             owned = self._states.owned
             if self._last is None:
                 owned.add(result.flat.leaves)
             else:
                 owned.extend(self._last[0].references)
-        setting.function.bring_up_to_date(call)
+        setting.body.function.bring_up_to_date(call)
         after_step.note(result.signals)
         if after_step.logs:
             after_step.record(result.signals, beside(result.out), layout.rows(call.batch))
@@ -182,15 +182,15 @@ class Step(Decorated[P, R]):
         _check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
         check_trainable(self._arguments.name, opened.parts.params)
-        if opened.write_back is not None and cached and opened.plain:
+        if opened.kind.write_back is not None and cached and opened.plain:
             raise ValueError(
                 "nnx.cached_partial holds a copy of the optimizer, which the first step would "
                 "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
             )
-        _check_not_deleted(jax.tree.leaves(call.objects) if opened.any_pytree else ())
+        _check_not_deleted(jax.tree.leaves(call.objects) if opened.kind.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
-        parts = program.setting.state_placer.donatable(opened)
+        parts = self._states.state_placer(program.setting.plan).donatable(opened)
         _check_concrete(self._arguments.name, parts.step)
         return _Start(program, FlatParts.of(parts))
 
@@ -200,15 +200,15 @@ class Step(Decorated[P, R]):
         """Returns the state's objects with the arrays after a step, NNX objects updated in place;
         and their recognition by the next step."""
         setting, parts = program.setting, flat.parts()
-        if setting.write_back is not None:
-            setting.write_back(call.objects, parts, setting.tx)
-            own = 0 if setting.knows_parameters else len(jax.tree.leaves(parts[:3]))
+        if setting.kind.write_back is not None:
+            setting.kind.write_back(call.objects, parts, setting.tx)
+            own = 0 if setting.kind.knows_parameters else len(jax.tree.leaves(parts[:3]))
             return call.objects, updated_objects(call.objects, flat, own)
-        objects = setting.close(parts, setting.tx)
+        objects = setting.kind.close(parts, setting.tx)
         own_parts = {}
-        if setting.any_pytree:
+        if setting.kind.any_pytree:
             own_parts = {"step": parts.step}
-            if not setting.knows_parameters:
+            if not setting.kind.knows_parameters:
                 own_parts["opt_state"] = parts.opt_state
         return objects, returned_state(objects, flat, own_parts)
 
@@ -230,11 +230,11 @@ class Step(Decorated[P, R]):
                 "sharded state. Where one of the arguments that come back is the batch, name it "
                 "with batch_argnums"
             )
-        if opened.optimizer_in_step:
+        if opened.kind.optimizer_in_step:
             opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
+        setting = StepSetting(function, self._states, opened, explicit)
         kind = OffloadedStep if offloads(self._states.config) else ResidentStep
-        signals = self._after_step.signals
-        return kind(StepSetting(function, self._states, opened, explicit, self._donate, signals))
+        return kind(setting, self._donate, self._after_step.signals)
 
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: PyTree
@@ -246,7 +246,7 @@ class Step(Decorated[P, R]):
             lambda: program.lowered(parts, like, call.further),
             program.setting.plan,
             batch_bytes,
-            program.setting.function,
+            program.setting.body.function,
             call.objects,
             like,
             call.further,

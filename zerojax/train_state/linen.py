@@ -16,7 +16,7 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 
 from zerojax.train_state.bound import BoundTransformation, bind, has_inner
-from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
+from zerojax.train_state.state_parts import OpenedState, Parts, StateKind, spread_specs
 from zerojax.xla.types import PyTree
 
 _PLAIN = "_plain_kind"
@@ -63,13 +63,15 @@ def open_state(state: PyTree) -> OpenedState:
         return (state_class(**fields | arrays | {"tx": tx}),)
 
     return OpenedState(
+        StateKind(
+            jax.tree.structure(empty),
+            split,
+            close,
+            matches=lambda objects: [lambda x: isinstance(x, kind)],
+        ),
         parts=split(state),
         tx=state.tx.tx if isinstance(state.tx, BoundTransformation) else state.tx,
-        split=split,
-        close=close,
-        key=jax.tree.structure(empty),
         specs=own_specs(state.params),
-        matches=lambda objects: [lambda x: isinstance(x, kind)],
     )
 
 

@@ -14,7 +14,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.train_state.nnx_bound import bind, bound_to
-from zerojax.train_state.state_parts import IDENTITY, STATE_KEY, OpenedState, Parts, spread_specs
+from zerojax.train_state.state_parts import (
+    IDENTITY,
+    STATE_KEY,
+    OpenedState,
+    Parts,
+    StateKind,
+    spread_specs,
+)
 from zerojax.xla.types import PyTree
 
 MODEL = "model"  # the key in Parts.rest of the model's variables beside its parameters
@@ -139,14 +146,12 @@ def open_objects(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Ope
         nnx.as_pure(nnx.get_partition_spec(states[0])),
         is_leaf=lambda s: isinstance(s, PartitionSpec),
     )
+    key = _Graph(graph), index is not None and type(objects[index]), index, *nodes
     return OpenedState(
+        StateKind(key, split, close, write_back),
         parts=split(*objects),
         tx=IDENTITY if index is None else bound_to(objects[index])[0],
-        split=split,
-        close=close,
-        key=(_Graph(graph), index is not None and type(objects[index]), index, *nodes),
         specs=spread_specs(specs, tree.flatten_up_to(nnx.as_pure(states[0]))),
-        write_back=write_back,
     )
 
 
@@ -164,17 +169,15 @@ def open_graph(objects: tuple[PyTree, ...]) -> OpenedState:
     def joined(parts: Parts) -> nnx.State[int, object]:
         return nnx.State({i: parts.rest[f"{STATE_KEY}[{i}]"] for i in range(count)})
 
-    return OpenedState(
-        parts=split(*objects),
-        tx=IDENTITY,
-        split=split,
+    kind = StateKind(
+        (_Graph(graph), count),
+        split,
         close=lambda parts, tx: nnx.merge(graph, joined(parts)),
-        key=(_Graph(graph), count),
-        specs=(),
         write_back=lambda objects, parts, tx: nnx.update(objects, joined(parts)),
         any_pytree=True,
         knows_parameters=False,
     )
+    return OpenedState(kind, split(*objects), IDENTITY)
 
 
 def _module_first(objects: Sequence[PyTree]) -> list[int]:

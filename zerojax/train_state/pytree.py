@@ -15,7 +15,7 @@ import optax
 
 from zerojax.train_state.bound import has_inner
 from zerojax.train_state.linen import own_specs
-from zerojax.train_state.state_parts import IDENTITY, STATE_KEY, OpenedState, Parts
+from zerojax.train_state.state_parts import IDENTITY, STATE_KEY, OpenedState, Parts, StateKind
 from zerojax.xla.types import PyTree
 
 
@@ -94,13 +94,10 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
         return closed
 
     parts = split(*objects)
-    return OpenedState(
-        parts=parts,
-        tx=IDENTITY,
-        split=split,
-        close=close,
-        key=(tree, *others.values(), *known),
-        specs=() if parameters is None else own_specs(parts.params),
+    kind = StateKind(
+        (tree, *others.values(), *known),
+        split,
+        close,
         # A step that adds fp32 updates to 16-bit parameters returns wider parameters.
         matches=lambda state: [
             has_form(form_of(x, dtypes=parameters is None), dtypes=parameters is None)
@@ -109,6 +106,8 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
         any_pytree=True,
         knows_parameters=parameters is not None,
     )
+    specs = () if parameters is None else own_specs(parts.params)
+    return OpenedState(kind, parts, IDENTITY, specs)
 
 
 def has_form(

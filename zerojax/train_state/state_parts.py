@@ -132,46 +132,60 @@ class _Path:
 
 
 @dataclass(frozen=True)
-class OpenedState:
-    """A state split into parts, with the functions to rebuild it.
+class StateKind:
+    """The functions that split and rebuild states of one kind. They keep no array of a state.
 
     Attributes:
-      parts: The state's arrays.
-      tx: The state's optimizer.
-      split: ``split(*objects)`` returns the arrays of another state of the same kind, at the cost
-        of reading its fields.
-      close: ``close(parts, tx)`` returns the objects of a state of this kind with these arrays and
-        this optimizer.
-      key: A hashable value that differs between kinds of state.
-      specs: The PartitionSpec that the user's model sets for each leaf of ``parts.params``, in
-        order; None or empty if the model sets none.
+      key: A hashable value that differs between kinds.
+      split: ``split(*objects)`` returns the arrays of a state, at the cost of reading its fields.
+      close: ``close(parts, tx)`` returns the objects of a state with these arrays and this
+        optimizer.
       write_back: ``write_back(objects, parts, tx)`` updates the user's objects in place, as NNX
         does; None for a state that is returned.
-      plain: Whether the state, a ``TrainState`` or NNX objects, has not been through zerojax yet,
-        so that the caller owns its arrays; set by :meth:`zerojax.placement.states.States.open`.
       matches: ``matches(objects)`` returns, for each object of a state, a test whether a node of a
         step's results is its new value; an empty sequence for objects that are updated in place.
-      any_pytree: Whether the state is neither a ``TrainState`` nor a model with its optimizer. The
+      any_pytree: Whether a state is neither a ``TrainState`` nor a model with its optimizer. The
         caller owns the arrays that it puts into such a state.
-      knows_parameters: Whether the parameters are known; if not, all arrays are in ``parts.rest``,
+      knows_parameters: Whether the parameters are known; if not, all arrays are in ``Parts.rest``,
         and the step updates them itself.
     """
 
-    parts: Parts
-    tx: optax.GradientTransformation
+    key: Hashable
     split: Callable[..., Parts]
     close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
-    key: Hashable
-    specs: tuple[Any, ...]
     write_back: Callable[[tuple[PyTree, ...], Parts, optax.GradientTransformation], None] | None = (
         None
     )
-    plain: bool = False
     matches: Callable[[tuple[PyTree, ...]], Sequence[Callable[[PyTree], bool]]] = lambda objects: ()
     any_pytree: bool = False
     knows_parameters: bool = True
 
     @property
     def optimizer_in_step(self) -> bool:
-        """True if only the step has the optimizer that updates ``parts.params``."""
+        """True if only the step has the optimizer that updates ``Parts.params``."""
         return self.any_pytree and self.knows_parameters
+
+
+@dataclass(frozen=True)
+class OpenedState:
+    """A state split into parts.
+
+    Attributes:
+      kind: Rebuilds the state.
+      parts: The state's arrays.
+      tx: The state's optimizer.
+      specs: The PartitionSpec that the user's model sets for each leaf of ``parts.params``, in
+        order; None or empty if the model sets none.
+      plain: Whether the state, a ``TrainState`` or NNX objects, has not been through zerojax yet,
+        so that the caller owns its arrays; set by :meth:`zerojax.placement.states.States.open`.
+    """
+
+    kind: StateKind
+    parts: Parts
+    tx: optax.GradientTransformation
+    specs: tuple[Any, ...] = ()
+    plain: bool = False
+
+    def close(self, parts: Parts) -> tuple[PyTree, ...]:
+        """Returns the state's objects with other arrays."""
+        return self.kind.close(parts, self.tx)

@@ -94,6 +94,12 @@ class Config:
         self.dtype, self.shape = dtype, ()
 
 
+def test_a_batch_before_the_state() -> None:
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        zerojax.zero(stage=1)(train_step)((X, Y), make_state())
+    assert "defined as train_step(state, batch), swap the arguments" in caught.value.__notes__[0]
+
+
 class TestStatic:
     def test_arguments_by_position_and_name(self) -> None:
         zero = zerojax.zero(stage=1)

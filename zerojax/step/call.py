@@ -152,7 +152,7 @@ class RearrangedFunction:
         args = [slots[i] if i in slots else _opened(next(further)) for i in range(form.positions)]
         named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
         before = settings(given[:n])
-        with without_pmap(self.__name__):
+        with without_pmap(self.__name__), _with_order(self.__name__, form):
             out = self.function(*args, **named, **{k: _opened(x) for k, x in kwargs.items()})
         if any(map(is_nnx, given[:n])):
             passed = {id(x): ObjectPlaceholder(i) for i, x in reversed([*enumerate(given[:n])])}
@@ -186,6 +186,20 @@ def without_pmap(name: str) -> Iterator[None]:
             "remove it. A decorated step sees the global batch, so that a mean over the batch is "
             f"over all devices already. jax says: {error}"
         ).with_traceback(error.__traceback__) from None  # with the user's line
+
+
+@contextlib.contextmanager
+def _with_order(name: str, form: Form) -> Iterator[None]:
+    """Adds a remedy to the error of a function that was called with the batch before the state."""
+    try:
+        yield
+    except (AttributeError, TypeError, LookupError) as error:
+        if form.batch and 0 not in form.objects and 0 in form.batch:
+            error.add_note(
+                f"zerojax: {name} was called with the batch first, and the state after it. If it "
+                f"is defined as {name}(state, batch), swap the arguments."
+            )
+        raise
 
 
 def _opened(argument: PyTree) -> PyTree:

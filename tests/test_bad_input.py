@@ -65,7 +65,7 @@ class TestBatch:
     @pytest.mark.parametrize(
         ("batch", "says"),
         [
-            (batch_of(12), ["leading dimension 12", "divisible by 8", "use 8 or 16"]),
+            (batch_of(12), ["leading dimension 12", "divisible by 8", "Use 8 or 16"]),
             ({"x": np.ones((0, 8))}, ["empty", "leading dimension"]),
             ({"x": np.float32(1), "y": 2}, ["only scalars", "'x'", "'y'"]),
             ([3.0], ["scalar"]),
@@ -92,7 +92,7 @@ class TestBatch:
         batch = {"x": np.ones((16, 8)), "y": np.ones(8)}
         refuses(
             step, make_state(), batch, ValueError,
-            "disagree", r"'x'.*16", r"'y'.*8", "argument", "gradient_accumulation_steps to 1",
+            "arrays differ", r"'x'.*16", r"'y'.*8", "argument", "gradient_accumulation_steps to 1",
         )  # fmt: skip
 
     @pytest.mark.parametrize("key", [jax.random.PRNGKey(0), jax.random.key(0)])
@@ -118,7 +118,7 @@ class TestState:
         for make in (zero.init, zero.abstract_state):
             with pytest.raises(TypeError, match=r"NoneType.* has no arrays"):
                 make(lambda: None)
-            with pytest.raises(TypeError, match=r"a set at \[0\]\['names'\].*not hashable"):
+            with pytest.raises(TypeError, match=r"a set at \[0\]\['names'\].*hashable"):
                 make(lambda: {"w": jnp.ones(8), "names": {"net"}})
 
     def test_that_lies_on_another_mesh(self) -> None:
@@ -222,7 +222,7 @@ class TestZero:
 
     def test_an_axis_that_cuts_nothing(self) -> None:
         mesh = zerojax.mesh(axes={"data": 2, "fsdp": 4})
-        with pytest.raises(ValueError, match=r"'fsdp'.*cuts no parameter.*'data'.*'replica'"):
+        with pytest.raises(ValueError, match=r"axis 'data', and this mesh has 'fsdp'.*'replica'"):
             zerojax.zero(stage=3, mesh=mesh).plan(make_state())
 
     def test_replicas_alone(self) -> None:

@@ -245,27 +245,27 @@ MISTAKES = [
     # The state.
     Mistake("zero.init(create_state())", "zero.init(create_state, key)"),
     Mistake("zero.init(create_with_key)", "zero.init(create_with_key, key)"),
-    Mistake("zero.init(lambda: None)", "return a TrainState"),
+    Mistake("zero.init(lambda: None)", "Return a TrainState"),
     Mistake("a state passed to two steps", "the state that the step returned", passed_twice),
     Mistake("train_step(jax_utils.replicate(create_state()), batch)", "unreplicate(state)"),
     Mistake(
         "train_step(zerojax.zero(stage=3, mesh=zerojax.mesh(4)).init(create_state), batch)",
-        "Make the state with this zero.init",
+        "Create the state with this zero.init",
     ),
     Mistake(
         "train_step(create_state().replace(params={}), batch)", "the params of model.init(...)"
     ),
     Mistake(
-        "a chain around `zero.optimizer()`", "wrap the outermost transformation only", wrapped_twice
+        "a chain around `zero.optimizer()`", "Wrap only the outermost transformation", wrapped_twice
     ),
     Mistake("an optimizer of your own with bf16", "zero.wrap(tx)", own_optimizer),
     # The step.
-    Mistake("zero(returns_loss)(create_state(), batch)", "return the new state"),
-    Mistake("zero(returns_nothing)(create_state(), batch)", "return the new state"),
+    Mistake("zero(returns_loss)(create_state(), batch)", "Return the new state"),
+    Mistake("zero(returns_nothing)(create_state(), batch)", "Return the new state"),
     Mistake("zero(never_updates)(create_state(), batch)", "state.apply_gradients"),
     Mistake("zero(other_shape)(create_state(), batch)", "create the state in that shape"),
-    Mistake("zero(with_pmean)(create_state(), batch)", "remove it"),
-    Mistake("zero(jax.pmap(step))(create_state(), batch)", "leave it out"),
+    Mistake("zero(with_pmean)(create_state(), batch)", "Remove it"),
+    Mistake("zero(jax.pmap(step))(create_state(), batch)", "Remove it"),
     Mistake("jax.jit(train_step)(create_state(), batch)", "Call it in a plain Python loop"),
     Mistake("train_step(create_state())", "'batch'"),
     Mistake(
@@ -279,19 +279,19 @@ MISTAKES = [
     ),
     Mistake("a loss that stays NaN under fp16", "lower the learning rate", always_nan),
     # The batch.
-    Mistake('train_step(create_state(), {"x": np.ones((12, 8))})', "use 8 or 16 rows"),
+    Mistake('train_step(create_state(), {"x": np.ones((12, 8))})', "Use 8 or 16 rows"),
     Mistake(
         "zerojax.zero(stage=1, gradient_accumulation_steps=4)(step)(create_state(), batch)",
-        "use 32 rows",
+        "Use 32 rows",
     ),
     Mistake(
         "zerojax.zero(stage=1, train_batch_size=32)(step)(create_state(), batch)",
-        "pass the global batch",
+        "Pass the global batch",
     ),
     Mistake("train_step(create_state(), {})", "batch_argnums"),
     Mistake(
         'train_step(create_state(), {**batch, "text": np.array(["a"] * 16)})',
-        "take it out of the batch",
+        "Remove it from the batch",
     ),
     Mistake("train_step(create_state(), [1.0] * 16)", "np.asarray(numbers)"),
     Mistake(

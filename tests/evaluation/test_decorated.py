@@ -342,7 +342,7 @@ class TestNNX:
 class TestRefused:
     def test_no_batch(self) -> None:
         zero = zero_for(0)
-        with pytest.raises(TypeError, match=r"takes a state and a batch.*only the state"):
+        with pytest.raises(TypeError, match=r"got only the state.*with a state and a batch"):
             zero.evaluate(lambda *args: None)(zero.init(create, KEY))
 
     def test_no_rows(self) -> None:

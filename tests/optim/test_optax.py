@@ -181,7 +181,7 @@ def test_what_the_first_update_adds_to_its_state() -> None:
     got, want = zero_for(3, 4)(step)(*given), jax.jit(step)(*given)
     assert_near(host(got), host(want), TOLERANCE["float32"])
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    with pytest.raises(TypeError, match=r"measurements\['size'\] added.*Create it with what"):
+    with pytest.raises(TypeError, match=r"measurements\['size'\] added.*Create the state with"):
         zero_for(3)(functools.partial(on_train_state, "optax.adam"))(state, BATCH)
 
 

@@ -179,7 +179,7 @@ def test_stages_must_divide_the_layers() -> None:
 
 def test_offload_is_refused() -> None:
     zero = zero_on(2, 2, 4, offload_optimizer={"device": "cpu"})
-    refused(zero, "offload_optimizer .* pipeline stages is not supported")
+    refused(zero, "offload_optimizer .* pipeline stages")
 
 
 def pair_step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:

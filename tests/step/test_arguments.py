@@ -75,15 +75,13 @@ class TestJit:
 
     def test_donating_the_batch(self) -> None:
         step = zerojax.zero(stage=1)(jax.jit(train_step, donate_argnames=("state", "batch")))
-        with pytest.raises(
-            ValueError, match=r"donates 1 \(batch\).*leave it out of donate_argnums"
-        ):
+        with pytest.raises(ValueError, match=r"donates 1 \(batch\).*Remove donate_argnums"):
             step(make_state(), (X, Y))
 
     @pytest.mark.parametrize("option", ["in_shardings", "out_shardings"])
     def test_with_shardings(self, option: str) -> None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        with pytest.raises(ValueError, match=f"train_step is under a jit with {option}.*leave it"):
+        with pytest.raises(ValueError, match=f"train_step is jitted with {option}.*Remove it"):
             zerojax.zero(stage=1)(jax.jit(train_step, **{option: sharding}))
 
 
@@ -199,7 +197,7 @@ class TestBatchArguments:
 
     def test_that_are_missing_from_the_call(self) -> None:
         step = zerojax.zero(stage=1)(update, batch_argnums=(1, 3))
-        with pytest.raises(TypeError, match=r"batch_argnums names scale, which is no argument"):
+        with pytest.raises(TypeError, match=r"batch_argnums names scale, which"):
             step(make_state(), X, Y)
 
     def test_are_not_needed_without(self) -> None:
@@ -245,7 +243,7 @@ class TestMethod:
             __slots__ = ()
             step = zerojax.zero(stage=1)(lambda self, state, batch: train_step(state, batch))
 
-        with pytest.raises(TypeError, match=r"step is a step in Slotted.*__slots__.*bound method"):
+        with pytest.raises(TypeError, match=r"step is a step of Slotted.*__slots__.*bound method"):
             Slotted().step(make_state(), (X, Y))
 
 
@@ -269,7 +267,7 @@ class TestRefused:
 
     def test_two_states(self) -> None:
         step = zerojax.zero(stage=1)(lambda first, second, batch: train_step(first, batch))
-        with pytest.raises(TypeError, match=r"TrainState in the batch's place, 1 \(second\)"):
+        with pytest.raises(TypeError, match=r"got a TrainState as the batch \(1 \(second\)\)"):
             step(make_state(), make_state(), (X, Y))
 
 

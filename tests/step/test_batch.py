@@ -81,7 +81,7 @@ def test_rows_are_sharded() -> None:
         (BATCH, {"train_batch_size": 32}, "has 16 rows, but train_batch_size is 32"),
         (
             BATCH, {"gradient_accumulation_steps": 2},
-            "batch_axis=1 with gradient_accumulation_steps = 2.*set it to 1.*moveaxis",
+            "batch_axis=1 with gradient_accumulation_steps = 2.*Remove one.*moveaxis",
         ),
         (
             BATCH, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
@@ -101,10 +101,10 @@ def test_errors(batch: Any, config: Any, says: str) -> None:
         (
             np.ones((20, WIDTH)), 8,
             r"dimension 20 is not divisible by 16 \(8 devices in 4 pipeline stages, 8 micro-batches"
-            r"\): use 16 or 32 rows",
+            r"\)\. Use 16 or 32 rows",
         ),
-        (np.ones((4, WIDTH)), 2, r"4 is not divisible by 8 \(8 devices in 4 .*: use 8 rows"),
-        ({"x": np.ones((16, 2)), "y": np.ones((8, 2))}, 1, 'disagree .* without the axis "stage"'),
+        (np.ones((4, WIDTH)), 2, r"4 is not divisible by 8 \(8 devices in 4 .*. Use 8 rows"),
+        ({"x": np.ones((16, 2)), "y": np.ones((8, 2))}, 1, 'differ .* without the axis "stage"'),
         (np.ones((16, WIDTH)), 4, None),
     ],
 )  # fmt: skip
@@ -120,11 +120,11 @@ def test_rows_in_pipeline_stages(batch: Any, steps: int, says: str | None) -> No
 
 @pytest.mark.parametrize("config", [{}, {"train_batch_size": ROWS}])
 def test_errors_say_which_dimension_would_do(config: Any) -> None:
-    with pytest.raises(ValueError, match=r"Where dimension 1 \(16\) has the rows.*batch_axis=1"):
+    with pytest.raises(ValueError, match=r"If dimension 1 \(16\) has the rows.*batch_axis=1"):
         zerojax.zero(stage=3, **config)(several).lower(*params_and_opt_state(), BATCH)
 
 
-@pytest.mark.parametrize(("axis", "says"), [(-1, "from the front"), (1.0, "an int"), (True, "int")])
+@pytest.mark.parametrize(("axis", "says"), [(-1, "is negative"), (1.0, "an int"), (True, "int")])
 def test_a_dimension_that_is_none(axis: Any, says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"batch_axis.*{says}"):
         zerojax.zero(stage=3)(several, batch_axis=axis)

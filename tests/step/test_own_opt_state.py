@@ -105,7 +105,7 @@ REFUSED = [keeps_the_better, in_a_branch, in_a_loop]
 def test_exactly(step: Callable[..., Any], stage: int, k: int) -> None:
     source = emitted.Source(create, step, (X.astype(np.float32),), rows=len(X))
     if k == 2 and step in REFUSED:
-        with pytest.raises(ValueError, match="cannot be accumulated"):
+        with pytest.raises(ValueError, match=r"cannot be accumulated|does not support"):
             emitted.check(source, stage, k)
         return
     emitted.check(source, stage, k)
@@ -152,7 +152,7 @@ def test_written_between_two_steps() -> None:
 @pytest.mark.parametrize("key", ["bf16", "gradient_clipping"])
 def test_an_optimizer_of_its_own_has_no_features(key: str) -> None:
     zero = zero_for(3, **{key: 1.0 if key == "gradient_clipping" else True})
-    with pytest.raises(ValueError, match=rf"own, and .*{key}.* call state\.tx\.update"):
+    with pytest.raises(ValueError, match=rf"does not apply .*{key}.* Call state\.tx\.update"):
         zero(closed_over)(zero.init(create), X)
 
 

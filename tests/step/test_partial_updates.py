@@ -178,12 +178,17 @@ def filtered_state() -> TrainState:
 @pytest.mark.parametrize(
     ("step", "create", "options", "words"),
     [
-        (filtered, filtered_state, {"bf16": True}, "filtered updates a part.*masters of all"),
+        (
+            filtered,
+            filtered_state,
+            {"bf16": True},
+            "updates only some parameters.*Under bf16",
+        ),
         (
             head_step,
             head_state,
             {"offload_optimizer": {"device": "cpu"}},
-            "gradients in another tree than that of state.params.*Train without offload",
+            "gradients of another structure than state.params.*train without offload",
         ),
     ],
 )

@@ -24,7 +24,7 @@ def check_arguments(create: Callable[..., PyTree], args: tuple[PyTree, ...]) -> 
         name = getattr(create, "__name__", type(create).__name__)
         raise TypeError(
             f"zero.init and zero.abstract_state call {name} with the {len(args)} arguments after "
-            f"it ({error}): write zero.init({name}, key)"
+            f"it ({error}). Write zero.init({name}, key)."
         ) from None
 
 
@@ -58,6 +58,6 @@ def check_not_within(opt_state: PyTree) -> None:
 
     if any(map(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped))):
         raise ValueError(
-            "the state's optimizer has one of zero.optimizer() or zero.wrap() within it, which "
-            "would clip and unscale twice: wrap the outermost transformation only."
+            "the state's optimizer contains one of zero.optimizer() or zero.wrap(), and would "
+            "clip and unscale twice. Wrap only the outermost transformation."
         )

@@ -22,7 +22,6 @@ def check_one_copy(state: PyTree, cause: Exception | None = None) -> None:
         if n := compat.entries_by_device(x):
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} {x.shape} has an entry for each of {n} devices, as "
-                "flax.jax_utils.replicate, prefetch_to_device and jax.pmap make: pass the state "
-                "without that dimension (flax.jax_utils.unreplicate(state)) and the batch as "
-                "[rows, ...]; the step places the state itself, and shards the rows."
+                "from flax.jax_utils.replicate or jax.pmap. Pass "
+                "flax.jax_utils.unreplicate(state), and the batch as [rows, ...]."
             ) from cause

@@ -116,9 +116,9 @@ class StatePlacer:
                 axes = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else ""
                 raise ValueError(
                     f"the state is on another mesh: {jax.tree_util.keystr(path)} is on "
-                    f"{len(sharding.device_set)} devices {axes}, zero's mesh is "
-                    f"{dict(self._mesh.shape)}. Make the state with this zero.init, or "
-                    "bring it to the host first (jax.device_get)."
+                    f"{len(sharding.device_set)} devices {axes}, and the mesh of zero is "
+                    f"{dict(self._mesh.shape)}. Create the state with this zero.init, or move it "
+                    "to the host first (jax.device_get)."
                 )
 
 

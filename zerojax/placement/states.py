@@ -123,8 +123,8 @@ class States:
                 else "zero.optimizer()"
             )
             log.warning(
-                "the config's %s has no effect: the state brings its own optimizer. Build the "
-                "state with %s to use the config's.",
+                "the config's %s has no effect: the state has its own optimizer. Create the state "
+                "with %s to use the config's.",
                 unused,
                 remedy,
             )
@@ -143,8 +143,8 @@ class States:
             self._check_features(wrapped=has_own, in_place=in_place)
         elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
-                "the state has no parameters (params is empty), so that there is nothing to train: "
-                "pass TrainState.create the params of model.init(...)."
+                "the state has no parameters: params is empty. Pass the params of model.init(...) "
+                "to TrainState.create."
             )
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
         is_wrapped = opened.kind.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
@@ -186,9 +186,9 @@ class States:
         """
         if self.config.zero_quantized_nontrainable_weights:
             raise ValueError(
-                "zero_quantized_nontrainable_weights: zerojax reads from a TrainState's optimizer "
+                "zero_quantized_nontrainable_weights needs a TrainState, whose optimizer tells "
                 "which weights it does not update. Pass TrainState.create(apply_fn=..., "
-                "params=..., tx=...), or take the key out of the config."
+                "params=..., tx=...), or remove the key from the config."
             )
         keys = self.keys_of_parameters()
         if self.config.gradient_clipping:
@@ -197,12 +197,12 @@ class States:
             remedy = (
                 "Pass one model with one nnx.Optimizer(model, tx, wrt=nnx.Param) to each step"
                 if in_place
-                else "Make the optimizer with zero.wrap(tx) or zero.optimizer(), and its state "
+                else "Create the optimizer with zero.wrap(tx) or zero.optimizer(), and its state "
                 "with tx.init(params)"
             )
             raise ValueError(
-                f"{' and '.join(keys)}: the step updates by an optimizer of its own. {remedy}; or "
-                "take the keys out of the config."
+                f"the step updates with an optimizer of its own, which does not apply "
+                f"{' and '.join(keys)}. {remedy}, or remove the keys from the config."
             )
 
     def keys_of_parameters(self) -> list[str]:
@@ -240,9 +240,8 @@ class States:
         scaled = getattr(opt_state, "loss_scale", None) is not None
         if scaled != self.config.fp16:
             raise ValueError(
-                f"fp16 is {'on' if self.config.fp16 else 'off'}, but the state's optimizer was "
-                f"wrapped {'with' if scaled else 'without'} it and has "
-                f"{'a' if scaled else 'no'} loss scale: make the state with zero.init, "
+                f"fp16 is {'on' if self.config.fp16 else 'off'}, but the state's optimizer has "
+                f"{'a' if scaled else 'no'} loss scale. Create the state with zero.init, "
                 "zero.optimizer() or zero.wrap() of this zero."
             )
 
@@ -275,9 +274,9 @@ class States:
         }
         if self.axis != _FSDP and self.mesh.shape.get(_FSDP, 1) > 1 and _FSDP not in own_axes:
             raise ValueError(
-                f"the mesh's axis {_FSDP!r} of {self.mesh.shape[_FSDP]} devices cuts no parameter, "
-                f"for ZeRO shards over {self.axis!r}: call the axis that is to cut the state "
-                f"{AXIS!r}, and an axis between copies of the state {REPLICA!r}."
+                f"ZeRO shards over the mesh axis {self.axis!r}, and this mesh has {_FSDP!r} "
+                f"({self.mesh.shape[_FSDP]} devices). Rename the axis to {AXIS!r}, and an axis "
+                f"between copies of the state to {REPLICA!r}."
             )
         leaves = plan.all_leaves()
         n_bytes = sum(leaf.bytes_per_device for leaf in leaves)
@@ -373,9 +372,9 @@ class States:
         may keep it, which a tracer would not outlive."""
         if is_nnx(create) or not callable(create):
             raise TypeError(
-                f"zero.init and zero.abstract_state take a function that creates the state, "
-                f"and not a {type(create).__name__}: write zero.init(create_state, key), or pass "
-                "the state to the step, which places it."
+                f"zero.init and zero.abstract_state take a function that creates the state, got a "
+                f"{type(create).__name__}. Write zero.init(create_state, key), or pass the state "
+                "to the step, which places it."
             )
         check_arguments(create, args)
         opened: list[OpenedState] = []

@@ -176,20 +176,20 @@ class Arguments:
             got = f"{len(given)} arguments"
             got = f"only the state ({self._text(objects)})" if objects else got
             raise TypeError(
-                f"{self.name} takes a state and a batch, (state, batch, ...) or (model, optimizer, "
-                f"batch, ...), but was called with {got}."
+                f"{self.name} got {got}. Call it with a state and a batch: (state, batch, ...) or "
+                "(model, optimizer, batch, ...)."
             )
         if states := [slot for slot in batch if is_train_state(given[slot])]:
             raise TypeError(
-                f"{self.name} was called with a TrainState in the batch's place, "
-                f"{self._text(states)}: write it behind the batch if the function only reads it, "
-                "and return its new value if it is part of the state."
+                f"{self.name} got a TrainState as the batch ({self._text(states)}). If the "
+                "function only reads it, pass it after the batch; if it is part of the state, "
+                "return its new value."
             )
         wrong = [slot for slot in given if slot in self._donated and slot not in objects]
         if wrong:
             raise ValueError(
-                f"the jit of {self.name} donates {self._text(wrong)}, which zerojax would not do: "
-                "leave it out of donate_argnums and donate_argnames. The state is donated anyway."
+                f"the jit of {self.name} donates {self._text(wrong)}. Remove donate_argnums and "
+                "donate_argnames: zerojax donates the state, and nothing else."
             )
         several = self._several or not batch
         form = Form(tuple(objects), tuple(batch), several, positions, self.batch_axis)
@@ -221,8 +221,8 @@ class Arguments:
             slots = self._named(self._state, given)
             if missing := [slot for slot in slots if slot not in free]:
                 raise TypeError(
-                    f"{self.name}: state_argnums names {self._text(missing)}, which is no argument "
-                    "of this call that is not static."
+                    f"{self.name}: state_argnums names {self._text(missing)}, which this call does "
+                    "not have, or which is static."
                 )
             return slots
         states = [slot for slot in free if is_train_state(given[slot])]
@@ -250,8 +250,8 @@ class Arguments:
         if missing:
             option = "batch_argnames" if isinstance(self._batch[-1], str) else "batch_argnums"
             raise TypeError(
-                f"{self.name}: {option} names {self._text(missing)}, which is no argument of "
-                "this call beside the state."
+                f"{self.name}: {option} names {self._text(missing)}, which this call does not "
+                "have, or which is part of the state."
             )
         return slots
 
@@ -377,10 +377,10 @@ def _kind(x: Any) -> Hashable:
 def _dimension(axis: Any) -> int:
     """Checks and returns ``batch_axis``."""
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-        raise TypeError(f"batch_axis: an int, not {axis!r}.")
+        raise TypeError(f"batch_axis: expected an int, got {axis!r}.")
     if axis < 0:
         raise ValueError(
-            f"batch_axis={axis}: it counts from the front, as arrays of a batch may have different "
-            "numbers of dimensions: 0 for [rows, ...], 1 for [steps, rows, ...]."
+            f"batch_axis={axis} is negative. Count from the first dimension: 0 for [rows, ...], 1 "
+            "for [steps, rows, ...]."
         )
     return operator.index(axis)

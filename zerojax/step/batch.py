@@ -69,14 +69,13 @@ class BatchLayout(BatchPlacer):
         if train is not None and train not in rows and len(rows) == 1:
             if own == train:
                 raise ValueError(
-                    f"every process passes {own} rows, which is train_batch_size already, and "
-                    f"{blocks} processes make {n} of it: numpy leaves are the process's own rows. "
-                    "Let the loader read only those, or take them from the global batch: "
+                    f"each of {blocks} processes passes {own} rows, so that the batch has {n} "
+                    f"rows, but train_batch_size is {train}. Pass only the process's own rows: "
                     f"batch[{':, ' * self.axis}zerojax.process_rows({train})]."
                 )
             raise ValueError(
-                f"the batch has {n} rows{of}, but train_batch_size is {train}: pass "
-                "the global batch, or change train_batch_size (or leave it out)."
+                f"the batch has {n} rows{of}, but train_batch_size is {train}. Pass the global "
+                "batch, or change or remove train_batch_size."
                 + self._stacked(batch, train, exact=True)
             )
         if n % each and len(rows) == 1:
@@ -85,8 +84,8 @@ class BatchLayout(BatchPlacer):
             m = n - n % each
             fits = " or ".join(str(x // (blocks if of else 1)) for x in (m, m + each) if x)
             raise ValueError(
-                f"the batch's {dimension(self.axis)} {n}{of} is not divisible by {each} ({by}): "
-                f"use {fits} rows{' in each process' if of else ''}, or fewer devices."
+                f"the batch's {dimension(self.axis)} {n}{of} is not divisible by {each} ({by}). "
+                f"Use {fits} rows{' in each process' if of else ''}, or fewer devices."
                 + self._stacked(batch, each)
             )
 
@@ -99,9 +98,8 @@ class BatchLayout(BatchPlacer):
         }
         if dividing := [f"{name} ({n})" for name, n in sizes.items() if n > 1]:
             raise ValueError(
-                f"the step takes no batch, which {' and '.join(dividing)} would divide: take that "
-                "out of the config, or pass the arrays with the rows as an argument behind the "
-                "state."
+                f"the step takes no batch, which {' and '.join(dividing)} would divide. Remove "
+                "that from the config, or pass the arrays with the rows after the state."
             )
 
     def _check_dimensions(self, batch: PyTree) -> None:
@@ -112,15 +110,15 @@ class BatchLayout(BatchPlacer):
             if not is_number or getattr(dtype, "kind", "f") in _NOT_NUMBERS:
                 kind = f"{type(x).__name__}" + (f" of dtype {dtype}" if dtype else "")
                 raise TypeError(
-                    f"the batch{jax.tree_util.keystr(path)} is a {kind}, not an array of numbers: "
-                    "take it out of the batch, or encode it as numbers; of a loader pass one batch "
-                    "at a time (for batch in loader)."
+                    f"the batch{jax.tree_util.keystr(path)} is a {kind}, not an array of numbers. "
+                    "Remove it from the batch, or encode it as numbers. Pass the batches of a "
+                    "loader one at a time (for batch in loader)."
                 )
             if 0 < np.ndim(x) <= self.axis:
                 raise ValueError(
                     f"the batch's array {jax.tree_util.keystr(path)} {np.shape(x)} has no "
-                    f"dimension {self.axis}, where batch_axis={self.axis} has the rows: pass it "
-                    "as a further argument of the step, behind the batch, or give it the rows."
+                    f"dimension {self.axis} (batch_axis={self.axis}). Pass it after the batch, as "
+                    "a further argument of the step, or give it the rows."
                 )
 
     def _stacked(self, batch: PyTree, rows: int, *, exact: bool = False) -> str:
@@ -133,16 +131,16 @@ class BatchLayout(BatchPlacer):
             first = shapes[0][0]
             stacked = n and first in (k, self.world)
             return (
-                f" Where {first} is the number of micro-batches or devices, and dimension 1 ({n}) "
-                "has the rows, pass [rows, ...], x.reshape(-1, *x.shape[2:])."
+                f" If {first} is the number of micro-batches or devices, and dimension 1 ({n}) "
+                "has the rows, pass x.reshape(-1, *x.shape[2:])."
                 if stacked
                 else ""
             )
         if not n or (n != rows if exact else n % rows):
             return ""
         return (
-            f" Where dimension 1 ({n}) has the rows, as in a batch [steps, rows, ...] of a scan "
-            "over updates, write zero(step, batch_axis=1)."
+            f" If dimension 1 ({n}) has the rows, as in a batch [steps, rows, ...], write "
+            "zero(step, batch_axis=1)."
         )
 
     def check_more(self, call: Call) -> None:
@@ -165,9 +163,9 @@ class BatchLayout(BatchPlacer):
             shape = np.shape(alike[slots[0]][0])
             raise ValueError(
                 f"the further argument {slots[0]} has the shape {shape}, with the {shape[0]} rows "
-                f"of the batch, which is cut into {self.sizes.accumulation} micro-batches: make it "
-                f"part of the batch, zero(step, {_options((*call.form.batch, *slots))}). If every "
-                "micro-batch needs all of it, pass it with a first dimension of 1 (x[None])."
+                f"of the batch, which has {self.sizes.accumulation} micro-batches. Make it part of "
+                f"the batch: zero(step, {_options((*call.form.batch, *slots))}). If every "
+                "micro-batch needs all of it, pass x[None]."
             )
 
     def rows(self, batch: PyTree) -> int:
@@ -186,23 +184,22 @@ class BatchLayout(BatchPlacer):
                 for key in path
             )
             raise ValueError(
-                "the batch is empty: it has no array with a leading batch dimension"
+                "the batch has no array with rows"
                 + (f" (only scalars: {_some(shapes)})." if shapes else ".")
                 + (
-                    " A list of numbers is to JAX that many scalars: write np.asarray(numbers)."
+                    " JAX takes a list of numbers as scalars: pass np.asarray(numbers)."
                     if has_list
-                    else " It is the first argument after the state, unless batch_argnums names "
-                    "another."
+                    else " If the batch is not the first argument after the state, name it with "
+                    "batch_argnums."
                 )
             )
         listing = _some([f"{name!r}: {shape}" for name, shape in shapes.items() if shape])
         without = "" if self._stages == 1 else ', without the axis "stage"'
         raise ValueError(
-            f"the batch's leaves disagree on the leading dimension: {{{listing}}}. To be cut into "
-            f"{self.sizes.accumulation} micro-batches every array of a batch has one row an "
-            "example: pass what has none as a further argument of the step, or set "
-            f"gradient_accumulation_steps to 1{without} (graphs, whose nodes and edges have "
-            "dimensions of their own)."
+            f"the batch's arrays differ in their leading dimension: {{{listing}}}. For "
+            f"{self.sizes.accumulation} micro-batches, every array needs one row an example. Pass "
+            "arrays without rows as further arguments of the step, or set "
+            f"gradient_accumulation_steps to 1{without} (for graphs)."
         )
 
 
@@ -226,14 +223,12 @@ def _some(names: Collection[str]) -> str:
 
 def _check_batch_axis(accumulation: int, schedule: Schedule | None, batch_axis: int) -> None:
     """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""
-    key = "gradient_accumulation_steps" if accumulation > 1 else ""
-    key = 'the mesh axis "stage"' if schedule is not None else key
-    if batch_axis and key:
-        counts = accumulation > 1 and schedule is None
-        value, remedy = (f" = {accumulation}", "set it to 1") if counts else ("", "")
+    if batch_axis and (accumulation > 1 or schedule is not None):
+        key = 'the mesh axis "stage"'
+        if schedule is None:
+            key = f"gradient_accumulation_steps = {accumulation}"
         raise ValueError(
-            f"batch_axis={batch_axis} with {key}{value}: micro-batches are cut along the leading "
-            f"dimension. To update once for each entry of that dimension, "
-            f"{remedy or f'take {key} out'}; where the step updates once, let it take the rows "
-            f"first: pass jnp.moveaxis(x, {batch_axis}, 0), and move them back in the step."
+            f"batch_axis={batch_axis} with {key}: micro-batches are cut along dimension 0. Remove "
+            "one of them (to update once for each entry of dimension 0), or pass "
+            f"jnp.moveaxis(x, {batch_axis}, 0), and move the rows back in the step."
         )

@@ -92,8 +92,8 @@ class Body:
             is_same = all(new is old for new, old in pairs)
             if self.kind.knows_parameters and len(state) > 2 and is_same:
                 raise ValueError(
-                    f"{self.name} never calls optimizer.update for the model, perhaps for another "
-                    "object of the same form: pass the model that is trained before it."
+                    f"{self.name} never updates the first model among its arguments. Pass the "
+                    "model that it trains first."
                 )
         else:
             returned = out
@@ -106,8 +106,8 @@ class Body:
                 raise self._not_returned(state, found, returned)
             if not self.kind.any_pytree and take_out(out, matches)[0]:
                 raise TypeError(
-                    f"{self.name} returns two states ({summary(returned)}): return only the "
-                    "new one, and of the other only what you need (its parameters)."
+                    f"{self.name} returns two states ({summary(returned)}). Return only the new "
+                    "one, and what you need of the other."
                 )
             new = tuple(found[i] for i in range(len(state)))
             if not self.kind.any_pytree:
@@ -128,9 +128,8 @@ class Body:
         before: PyTreeDef = jax.tree.structure(parts)
         if before != jax.tree.structure(new_parts):
             raise TypeError(
-                f"{self.name} changed the structure of the state ({_change(parts, new_parts)}): a "
-                "training state keeps its fields and their trees from step to step. Create it with "
-                "what the step adds."
+                f"{self.name} changed the structure of the state ({_change(parts, new_parts)}). "
+                "Create the state with everything that the step adds to it."
             )
         return new_parts, out
 
@@ -146,9 +145,9 @@ class Body:
             called.append(called_tx)
             if called_tx is not called[0]:
                 raise ValueError(
-                    f"{self.name} updates one optimizer state by two optimizers of zero.wrap(tx) "
-                    f"or zero.optimizer(), and {' and '.join(self._needs_tx)} work in one: call "
-                    "the same one, or take the keys out of the config."
+                    f"{self.name} updates one optimizer state with two optimizers, of which each "
+                    f"applies {' and '.join(self._needs_tx)}. Call one of them, or remove the keys "
+                    "from the config."
                 )
             return tx.update(grads, view, params, **extra)
 
@@ -162,10 +161,9 @@ class Body:
             return TypeError(STARTS_AGAIN)  # under offload, the state in the step lacks arrays
         kinds = [type(_without_views(x)).__name__ for i, x in enumerate(state) if i not in found]
         return TypeError(
-            f"{self.name} returned {summary(returned)}, without the new state ({', '.join(kinds)}) "
-            "among it: return the new state, by itself or among other results, with the tree, "
-            "shapes and dtypes that it had, in tuples, lists and dicts; or name the arguments that "
-            "are the state with state_argnums."
+            f"{self.name} returned {summary(returned)}, without the new state "
+            f"({', '.join(kinds)}). Return the new state with the same tree, shapes and dtypes, "
+            "alone or in tuples, lists and dicts, or name the state with state_argnums."
         )
 
     def check(self, jaxpr: Jaxpr, start: Parts, new_parts: Parts) -> None:
@@ -183,9 +181,8 @@ class Body:
         """
         if other := _other_shapes(start, new_parts):
             raise TypeError(
-                f"{self.name} changed the shape of {other}: an array of a training state keeps its "
-                "shape from step to step. Reshape the step's result, or create the state in that "
-                "shape."
+                f"{self.name} changed the shape of {other}. Reshape the step's result, or create "
+                "the state in that shape."
             )
         if not self.kind.knows_parameters:  # its updates have no marks
             return
@@ -195,16 +192,16 @@ class Body:
         if not n + looped and _updates_itself(jaxpr, start):
             if self._needs_tx:
                 raise ValueError(
-                    f"{self.name} updates by an optimizer of its own, and "
-                    f"{' and '.join(self._needs_tx)} work in the state's: call state.tx.update or "
-                    "state.apply_gradients, or take the keys out of the config."
+                    f"{self.name} updates with an optimizer of its own, which does not apply "
+                    f"{' and '.join(self._needs_tx)}. Call state.tx.update or "
+                    "state.apply_gradients, or remove the keys from the config."
                 )
             return
         if not n + looped:
             raise ValueError(
-                f"{self.name} never updates (state.apply_gradients, or optimizer.update in NNX): "
-                "nothing would be trained. Call it with the gradients; put a step that does not "
-                "train under jax.jit instead."
+                f"{self.name} never updates the state. Call state.apply_gradients (NNX: "
+                "optimizer.update) with the gradients, or decorate a function that does not train "
+                "with zero.evaluate."
             )
         if self.once and (n > 1 or looped):
             often = "in a loop" if looped else f"{n} times"
@@ -212,7 +209,7 @@ class Body:
             update = next(filter(marked, equations(jaxpr)), None)
             place = None if update is None else line(jaxprs.source(update).traceback)
             often += f" at {place}" if place else ""
-            raise ValueError(f"{self.name} updates {often}, which cannot be {self.once}.")
+            raise ValueError(f"{self.name} updates {often}, which {self.once}.")
 
 
 def _without_views(tree: PyTree) -> PyTree:

@@ -182,9 +182,9 @@ def without_pmap(name: str) -> Iterator[None]:
         if "unbound axis name" not in str(error):
             raise
         raise NameError(
-            f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer): "
-            "remove it. A decorated step sees the global batch, so that a mean over the batch is "
-            f"over all devices already. jax says: {error}"
+            f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer). "
+            "Remove it: a decorated step sees the global batch, so that its mean is over all "
+            f"devices. JAX raised: {error}"
         ).with_traceback(error.__traceback__) from None  # with the user's line
 
 

@@ -197,8 +197,8 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
             return functools.partial(self, instance)
         if not hasattr(instance, "__dict__"):
             raise TypeError(
-                f"{self._attribute} is a step in {type(instance).__name__}, whose instances have "
-                "only __slots__: decorate the bound method of an instance instead."
+                f"{self._attribute} is a step of {type(instance).__name__}, which has only "
+                "__slots__. Decorate the bound method of an instance instead."
             )
         bound = vars(instance).get(self._attribute)  # Python looks here first, except for odd names
         if not isinstance(bound, type(self)):

@@ -36,9 +36,9 @@ def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) ->
     except _Found as found:
         return found.tx
     raise ValueError(
-        f"{step.__name__} never updates the optimizer state that it is given, which is one of "
-        "zero.wrap(tx) or zero.optimizer(): call tx.update(grads, opt_state, params) of that "
-        "optimizer."
+        f"{step.__name__} never updates its optimizer state. Call "
+        "tx.update(grads, opt_state, params) of the optimizer from zero.wrap(tx) or "
+        "zero.optimizer()."
     )
 
 

@@ -89,21 +89,19 @@ def find_state(
     check_one_copy(by_name(slots))
     if alike:
         raise TypeError(
-            f"{name} is called with {text(alike)}, which have the same tree, shapes and dtypes, "
-            "and does not return as many: name those that are the state, "
-            f"zero({name}, state_argnums=(...))."
+            f"{name} got {text(alike)}, which have the same tree, shapes and dtypes, and returns "
+            f"fewer of them. Name those that are the state: zero({name}, state_argnums=(...))."
         )
     if ambiguous:
         raise TypeError(
-            f"{name} returns an array of the shape and dtype of {text(ambiguous)}, which may be "
-            "the state's or the batch's: name the arguments that are the state, "
-            f"zero({name}, state_argnums=(...)), or the batch, batch_argnums=..."
+            f"{name} returns an array like {text(ambiguous)}, which may be part of the state or "
+            f"the batch. Name one of them: zero({name}, state_argnums=(...)) or batch_argnums=..."
         )
     if not slots:
         raise TypeError(
-            f"{name} returns {summary(results)}, and none of its arguments ({text(free)}) comes "
-            "back there with the tree, shapes and dtypes that it has, in tuples, lists and dicts: "
-            f"return the new state, or name it, zero({name}, state_argnums=(...))."
+            f"{name} returns {summary(results)}, and none of its arguments ({text(free)}) with "
+            "the same tree, shapes and dtypes, so that no state was found. Return the new state, "
+            f"or name it: zero({name}, state_argnums=(...))."
             + _other_dtypes(results, by_name(candidates))
         )
     return slots
@@ -115,9 +113,9 @@ def _note_numbers(arguments: Mapping[str, PyTree], error: Exception) -> None:
     numbers = [jax.tree_util.keystr(at) for at, x in leaves if isinstance(x, int | float)]
     if numbers and (isinstance(error, jax.errors.JAXTypeError) or "concrete" in str(error)):
         error.add_note(
-            f"zerojax traces the numbers {', '.join(numbers[:3])}, as jax.jit does. Make a number "
-            "that is a setting static: eqx.field(static=True), flax.struct.field(pytree_node="
-            "False), or static_argnums for an argument."
+            f"zerojax traces the numbers {', '.join(numbers[:3])}, as jax.jit does. Make settings "
+            "static: eqx.field(static=True), flax.struct.field(pytree_node=False), or "
+            "static_argnums for an argument."
         )
 
 

@@ -64,8 +64,8 @@ def open_jit(function: Callable[..., PyTree]) -> Jitted:
     options = compat.jit_options(jit)
     for name in options.given:
         raise ValueError(
-            f"{name_of(function)} is under a jit with {name}, which zerojax would not follow: "
-            f"leave it out; {_REMEDIES[name]}."
+            f"{name_of(function)} is jitted with {name}=, which zerojax ignores. Remove it: "
+            f"{_REMEDIES[name]}."
         )
     return Jitted(
         opened.function, (*opened.static, *options.static), (*opened.donated, *options.donated)
@@ -76,9 +76,8 @@ def _check_no_pmap(function: Callable[..., object]) -> None:
     code = getattr(function, "__code__", None)
     if hasattr(function, "lower") and code is getattr(jax.pmap(_nothing), "__code__", None):
         raise ValueError(
-            f"{name_of(function)} is under jax.pmap: leave it out, and in the body pmean and psum "
-            "over its axis. A decorated step sees the global batch and one state, not a replica "
-            "and a slice for each device."
+            f"{name_of(function)} is under jax.pmap. Remove it, and pmean and psum in the body: a "
+            "decorated step sees the global batch and one state."
         )
 
 

@@ -41,8 +41,8 @@ class OffloadedStep:
         self.setting, self._donate, plan = setting, donate, setting.plan
         if not donate and plan.bytes_in(DISK):
             raise ValueError(
-                "donate=False keeps the state that a step is given, but arrays on disk are "
-                'overwritten in place: leave it out, or offload to device "cpu".'
+                "donate=False cannot keep a state on disk, which a step overwrites. Remove it, or "
+                'offload to device "cpu".'
             )
         self._copies = setting.states.placer.copies(plan)
         self.update = OptimizerUpdate(setting, self._copies)

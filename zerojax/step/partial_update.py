@@ -19,9 +19,9 @@ from zerojax.step.view import Constrain, View
 from zerojax.xla.types import PyTree
 
 FULL_TREE_ONLY = (
-    "offload_optimizer and offload_param: the optimizer takes gradients in another tree than that "
-    "of state.params, whose update comes after the step under offload. Train without offload, or "
-    "keep in state.params what the optimizer updates, and the rest in another field of the state."
+    "the optimizer gets gradients of another structure than state.params, which offload does not "
+    "support. Keep in state.params only what the optimizer updates, and the rest in another field "
+    "of the state, or train without offload."
 )
 
 
@@ -97,10 +97,10 @@ class _Part:
         found = [i for i, x in enumerate(nodes) if self._is_it(x)]
         if len(found) != 1:
             raise NotImplementedError(
-                f"{name} updates a part of the parameters that is no subtree of state.params, or "
-                "not the only one of its form, and bf16, fp16 and zero_hpz_partition_size keep "
-                "masters of all: keep in state.params what the optimizer updates, and the rest in "
-                "another field of the state."
+                f"{name} updates only some parameters, which are not one subtree of state.params "
+                "with a structure of its own. Under bf16, fp16 or zero_hpz_partition_size, keep in "
+                "state.params only what the optimizer updates, and the rest in another field of "
+                "the state."
             )
         (self._at,) = found
 

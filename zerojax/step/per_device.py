@@ -27,19 +27,20 @@ def per_device(
     for axis in sharded:
         if axis not in mesh.shape or axis in axes:
             raise ValueError(
-                f"per_device({name}): `sharded` names {axis!r}, no axis of your own on this mesh "
-                f"({', '.join(mesh.axis_names)}, of which {', '.join(axes)} shard the batch)"
+                f"per_device({name}): sharded names {axis!r}. Name an axis of the mesh "
+                f"({', '.join(mesh.axis_names)}) that does not shard the batch, as "
+                f"{', '.join(axes)} does."
             )
     for axis, at in sharded.items():
         if isinstance(at, bool) or not isinstance(at, int) or at < 1:
             raise ValueError(
-                f"per_device({name}): `sharded` has {axis!r}: {at!r}; count dimensions from the "
-                "first, the batch's, which is 0: 1 or more"
+                f"per_device({name}): sharded has {axis!r}: {at!r}. Give a dimension of 1 or more; "
+                "dimension 0 is the batch's."
             )
         if axis != SEQUENCE and [d for a, d in sharded.items() if a != SEQUENCE].count(at) > 1:
             raise ValueError(
-                f"per_device({name}): `sharded` has dimension {at} twice; one axis shards a "
-                "dimension"
+                f"per_device({name}): sharded has dimension {at} twice. Shard a dimension over one "
+                "axis."
             )
 
     @functools.wraps(function)
@@ -49,17 +50,17 @@ def per_device(
                 if not x.shape or x.shape[0] % n:
                     raise ValueError(
                         f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has shape "
-                        f"{x.shape}, whose first dimension does not divide among {n} devices "
-                        f"(axes {', '.join(axes)}): make it a multiple, or add {i} to `replicated`"
+                        f"{x.shape}, and {n} devices (axes {', '.join(axes)}) do not divide its "
+                        f"first dimension. Make it a multiple, or add {i} to replicated."
                     )
                 for axis, at in sharded.items():
                     parts = math.prod(mesh.shape[a] for a, d in sharded.items() if d == at)
                     if at < len(x.shape) and x.shape[at] % parts:
                         raise ValueError(
                             f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has "
-                            f"shape {x.shape}, whose dimension {at} does not divide among the "
-                            f"{parts} devices of axis {axis}: make it a multiple (heads "
-                            f"of keys are repeated), or leave {axis!r} out of `sharded`"
+                            f"shape {x.shape}, and the {parts} devices of {axis!r} do not divide "
+                            f"its dimension {at}. Make it a multiple (repeat the heads of keys), "
+                            f"or remove {axis!r} from sharded."
                         )
         in_specs = tuple(
             PartitionSpec() if i in replicated else jax.tree.map(spec, arg)

@@ -158,21 +158,18 @@ def _check_beside_stages(config: ZeroConfig) -> None:
     """Refuses offload, which pipeline stages do not support."""
     if offloads(config):
         raise ValueError(
-            "offload_optimizer or offload_param with pipeline stages is not supported: take "
-            'offload_optimizer or offload_param out, or the mesh\'s axis "stage" and the section '
-            "pipeline."
+            "zerojax does not support offload_optimizer and offload_param with pipeline stages. "
+            'Remove them, or the mesh axis "stage" and the section pipeline.'
         )
 
 
 def _once(config: ZeroConfig, accumulation: int) -> str:
     """Returns why a step may update only once, with the remedy; empty if it may more often."""
     if offloads(config):
-        return (
-            "streamed to where the optimizer state is stored: update once, or train without offload"
-        )
+        return "offload does not support. Update once, or train without offload"
     if accumulation > 1:
         return (
-            f"accumulated over {accumulation} micro-batches: update once, or set "
-            "gradient_accumulation_steps to 1"
+            f"gradient_accumulation_steps = {accumulation} does not support. Update once, or set "
+            "it to 1"
         )
-    return "unscaled by one loss scale: update once, or use bf16" if config.fp16 else ""
+    return "fp16 does not support. Update once, or use bf16" if config.fp16 else ""

@@ -101,9 +101,9 @@ class SequenceAxis(NamedTuple):
             self._check(q.shape, 1)
             if q.shape[2] % parts:
                 raise ValueError(
-                    f"attention of q {q.shape}: its {q.shape[2]} heads do not divide among the "
-                    f"{parts} devices of {' and '.join(map(repr, heads))}: each device attends "
-                    f"with some of them. Make {SEQUENCE!r} a divisor of the heads."
+                    f"the {parts} devices of {' and '.join(map(repr, heads))} do not divide the "
+                    f"{q.shape[2]} heads of q {q.shape}. Make the axis {SEQUENCE!r} a divisor of "
+                    "the heads."
                 )
             times = math.lcm(k.shape[2], parts) // k.shape[2]
             q, k, v = map(by_tokens, (q, k, v))
@@ -120,9 +120,9 @@ class SequenceAxis(NamedTuple):
     def _constrained(self, x: jax.Array, *entries: object) -> jax.Array:
         if explicit := explicit_axes(jax.sharding.get_abstract_mesh()):
             raise ValueError(
-                "zero.sequence leaves the placement to XLA, but jax.set_mesh declares the axes "
-                f"{', '.join(map(repr, explicit))} explicit: call the step outside of "
-                "jax.set_mesh, or set zerojax.mesh(...), whose axes are automatic."
+                "zero.sequence needs automatic mesh axes, but jax.set_mesh declares "
+                f"{', '.join(map(repr, explicit))} explicit. Call the step outside of "
+                "jax.set_mesh, or set zerojax.mesh(...)."
             )
         mesh: Mesh | AbstractMesh = self.mesh if are_present(self.mesh) else self.mesh.abstract_mesh
         return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
@@ -156,9 +156,8 @@ def check_tokens(what: str, tokens: int, size: int) -> None:
     if tokens % size:
         fits = nearest_multiples(tokens, size)
         raise ValueError(
-            f"{what}: its dimension of {tokens} tokens does not divide among the {size} devices of "
-            f"the axis {SEQUENCE!r}: make it {fits}, with a mask for what is filled up. Tokens and "
-            "targets are two arrays [rows, tokens]: a row of T + 1 tokens, of which the step takes "
-            "the first and the last T, does not divide. What has no tokens in its second dimension "
-            "has a dimension of 1 there (x[:, None])."
+            f"{what}: the {size} devices of the axis {SEQUENCE!r} do not divide its {tokens} "
+            f"tokens (dimension 1). Pad it to {fits} with a mask; pass tokens and targets as two "
+            "arrays [rows, T], not as one of T + 1; give an array without tokens a dimension of 1 "
+            "there (x[:, None])."
         )

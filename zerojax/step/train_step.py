@@ -184,8 +184,8 @@ class Step(Decorated[P, R]):
         check_trainable(self._arguments.name, opened.parts.params)
         if opened.kind.write_back is not None and cached and opened.plain:
             raise ValueError(
-                "nnx.cached_partial holds a copy of the optimizer, which the first step would "
-                "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
+                "nnx.cached_partial keeps a copy of the optimizer, which the first step would "
+                "replace. Create both with (model, optimizer) = zero.init(create)."
             )
         _check_not_deleted(jax.tree.leaves(call.objects) if opened.kind.any_pytree else ())
         program = self._program(opened, call, explicit)
@@ -226,9 +226,8 @@ class Step(Decorated[P, R]):
     ) -> StepProgram:
         if not call.form.batch:
             self._states.warn_once(
-                f"{self._arguments.name} takes no batch: each device computes all of it, on a "
-                "sharded state. Where one of the arguments that come back is the batch, name it "
-                "with batch_argnums"
+                f"{self._arguments.name} takes no batch, so that each device computes all of it. "
+                "If an argument that it returns is the batch, name it with batch_argnums"
             )
         if opened.kind.optimizer_in_step:
             opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
@@ -253,9 +252,9 @@ class Step(Decorated[P, R]):
         )
         if recomputing:
             log.warning(
-                "the step fits the devices' memory only because XLA computes values again, which "
-                "takes time: let blocks keep less (jax.checkpoint, nn.remat), or take a smaller "
-                "micro-batch; `zerojax fit` finds which is faster."
+                "the step fits into memory only because XLA computes values again, which takes "
+                "time. Use jax.checkpoint (nn.remat) or a smaller micro-batch; `zerojax fit` finds "
+                "the faster one."
             )
             program.recompute()
 
@@ -367,9 +366,8 @@ def _check_not_deleted(arrays: Iterable[PyTree]) -> None:
     """Refuses arrays whose memory an earlier step has taken over."""
     if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
         raise ValueError(
-            "this state, or a part of it, was passed to an earlier step, which took over its "
-            "memory: go on with the state that the step returned, or keep both with "
-            "zerojax.zero(..., donate=False)."
+            "an earlier step took over the memory of this state, or of a part of it. Continue "
+            "with the state that the step returned, or keep both with zerojax.zero(donate=False)."
         )
 
 
@@ -386,8 +384,7 @@ def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
 def _check_concrete(name: str, tree: PyTree) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
-            f"{name} is decorated with zero, and was called inside jax.jit, scan, vmap, pmap, "
-            "grad or eval_shape: it is compiled as one program for all devices, places its state "
-            "and cannot be part of another program. Call it in a plain Python loop; what is to be "
-            "compiled with it goes into its body, and shapes come from its lower()."
+            f"{name} is decorated with zero and cannot run inside jax.jit, scan, vmap, pmap, grad "
+            "or eval_shape. Call it in a plain Python loop, and move what should be compiled with "
+            "it into its body. For shapes, use its lower()."
         )

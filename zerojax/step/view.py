@@ -117,8 +117,8 @@ class WrappedView(View, CarriedState):
 
 
 STARTS_AGAIN = (
-    "the step starts a new optimizer state (tx.init), which is not on the device under offload: "
-    "make it between two steps, or train without offload."
+    "the step calls tx.init, but under offload the optimizer state is not on the device. Call "
+    "tx.init between two steps, or train without offload."
 )
 
 Constrain = Callable[[PyTree], PyTree]
@@ -205,8 +205,8 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> optax.GradientTran
     ) -> tuple[PyTree, View]:
         if extra:
             raise TypeError(
-                f"apply_gradients passes {sorted(extra)} to the optimizer, whose update comes "
-                "after the step under offload: train without offload."
+                f"apply_gradients passes {sorted(extra)} to the optimizer, which under offload "
+                "runs after the step. Train without offload."
             )
         used = jax.tree.unflatten(jax.tree.structure(grads), uses)
         grads = to_shards(as_gradients(jax.tree.map(_or_zeros, grads, used)))

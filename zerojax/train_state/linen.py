@@ -33,9 +33,9 @@ def open_state(state: PyTree) -> OpenedState:
     missing = [f for f in (*_NAMED, "tx") if getattr(state, f, None) is None]
     if missing or not hasattr(state, "replace"):
         raise TypeError(
-            f"the first argument of a decorated step is a flax TrainState (or an nnx.Module), but "
-            f"{type(state).__name__} has no {' and no '.join(missing) or 'replace method'}. "
-            "Build one with TrainState.create(apply_fn=..., params=..., tx=...)."
+            f"{type(state).__name__} is not a flax TrainState: it has no "
+            f"{' and no '.join(missing) or 'replace method'}. Create the state with "
+            "TrainState.create(apply_fn=..., params=..., tx=...)."
         )
     carried = [
         f.name

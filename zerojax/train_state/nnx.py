@@ -52,8 +52,8 @@ def ordered(objects: Sequence[PyTree]) -> list[int]:
     if not has_one_optimizer(objects):
         kinds = ", ".join(type(x).__name__ for x in objects)
         raise TypeError(
-            "the objects are a model and its nnx.Optimizer(model, tx, wrt=nnx.Param), and further "
-            f"NNX objects, in any order, not {kinds}: leave out all optimizers but that one."
+            f"got {kinds}. Pass a model, its nnx.Optimizer(model, tx, wrt=nnx.Param), no other "
+            "optimizer, and further NNX objects in any order."
         )
     optimizer: nnx.Optimizer[nnx.Module] = objects[optimizers[0]]
     others = [i for i in range(len(objects)) if i != optimizers[0]]
@@ -185,8 +185,8 @@ def _module_first(objects: Sequence[PyTree]) -> list[int]:
     modules = [i for i, x in enumerate(objects) if isinstance(x, nnx.Module)]
     if not modules:
         raise TypeError(
-            "zero.evaluate takes (state, batch, ...) or (model, batch, ...), but none of "
-            f"{', '.join(type(x).__name__ for x in objects)} is an nnx.Module."
+            f"none of {', '.join(type(x).__name__ for x in objects)} is an nnx.Module. Call a "
+            "function of zero.evaluate with (state, batch, ...) or (model, batch, ...)."
         )
     return [modules[0], *(i for i in range(len(objects)) if i != modules[0])]
 
@@ -291,7 +291,7 @@ def _parameters(x: object, optimizer: nnx.Optimizer[nnx.Module]) -> list[object]
 def _untrainable(objects: Sequence[PyTree], optimizer: nnx.Optimizer[nnx.Module]) -> TypeError:
     return TypeError(
         f"none of {', '.join(type(x).__name__ for x in objects) or 'the arguments'} has variables "
-        f"for the optimizer (wrt={optimizer.wrt!r}): pass the model with it."
+        f"for the optimizer (wrt={optimizer.wrt!r}). Pass the model too."
     )
 
 

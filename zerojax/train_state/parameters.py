@@ -46,9 +46,9 @@ def find_parameters(objects: tuple[PyTree, ...], keys: str, select: Select | Non
     if len(optimizers) != 1:
         count_text = f"there are {len(optimizers)}" if optimizers else "there is none"
         raise ValueError(
-            f"{keys}: the training state has to hold one state of an optimizer of zero.wrap(tx) or "
-            f"zero.optimizer(), and {count_text} in it. Update all parameters by one such "
-            "optimizer, or take the keys out of the config."
+            f"{keys}: expected one state of an optimizer of zero.wrap(tx) or zero.optimizer() in "
+            f"the training state, and {count_text}. Update all parameters with one such optimizer, "
+            "or remove the keys from the config."
         )
     marked: PyTree = jax.tree.unflatten(
         tree,
@@ -63,9 +63,9 @@ def find_parameters(objects: tuple[PyTree, ...], keys: str, select: Select | Non
     positions = [x.i for x in found if isinstance(x, _Placeholder)]
     if not found or len({*positions} - {*optimizers}) < len(found):
         raise ValueError(
-            f"params= of zerojax.zero returned {params!r:.80}, which is no part of the state "
-            f"({', '.join(type(x).__name__ for x in objects)}): return the subtree of the state "
-            "that has the parameters, as in params=lambda state: state[0]."
+            f"params= of zerojax.zero returned {params!r:.80}, which is not part of the state "
+            f"({', '.join(type(x).__name__ for x in objects)}). Return the subtree with the "
+            "parameters, as in params=lambda state: state[0]."
         )
     return Parameters(form, positions, *optimizers)
 
@@ -90,14 +90,14 @@ def _like_moments(state: PyTree, leaves: Sequence[PyTree], moments: PyTree, keys
         return found[0][1]
     several = ", ".join(f"state{jax.tree_util.keystr(path)}" for path, _ in found[:4])
     raise ValueError(
-        f"{keys}: which arrays of the state are the parameters? "
+        f"{keys}: zerojax must know the parameters of the state. "
         + (
             f"{several} have the form of the optimizer's moments."
             if found
             else "No part of the state has the form of the optimizer's moments."
         )
-        + " Say it with zerojax.zero(..., params=lambda state: state[0]), a function from the "
-        "state to its parameters."
+        + " Pass zerojax.zero(params=lambda state: state[0]), a function from the state to its "
+        "parameters."
     )
 
 

@@ -54,15 +54,15 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
     kinds = ", ".join(type(x).__name__ for x in objects)
     if not any(is_given):
         raise TypeError(
-            f"the state ({kinds}) has no arrays: return a TrainState, or another pytree of arrays, "
-            "from the function that creates it, and pass that to the step."
+            f"the state ({kinds}) has no arrays. Return a TrainState, or another pytree of arrays, "
+            "from the function that creates it."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects):
         if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
             raise TypeError(
                 f"the state ({kinds}) has a {type(leaf).__name__} at "
-                f"{jax.tree_util.keystr(path)}, which is no array and not hashable: keep it out of "
-                "the state (a static field, or the step's closure)."
+                f"{jax.tree_util.keystr(path)}, which is neither an array nor hashable. Make it a "
+                "static field, or let the step close over it."
             )
     others = {i: x for i, (x, given) in enumerate(zip(nodes, is_given, strict=True)) if not given}
     known = [] if parameters is None else [*parameters.positions, parameters.opt_state]

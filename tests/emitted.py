@@ -163,7 +163,7 @@ def reference(source: Source) -> Reference:
 
     def run(parts: Any, batch: Any, further: Any) -> Any:
         """The step of NNX objects or of any pytree, on the state's parts."""
-        body = Body(arguments.rearranged(call.form), opened.kind, "", ())
+        body = Body(arguments.rearranged(call.signature), opened.kind, "", ())
         return body(parts, opened.tx, batch, *further)
 
     if source.call is Source.call and isinstance(call.objects[0], TrainState):
@@ -223,7 +223,7 @@ def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
     step = source.step_on(zero) if source.step_on else source.step
     arguments, states = arguments_of(step, source.options), zero.states
     call = called(source, arguments)
-    function = arguments.rearranged(call.form)
+    function = arguments.rearranged(call.signature)
     with automatic_context(zero.mesh):
         opened = states.open(call.objects)
         if opened.kind.optimizer_in_step:

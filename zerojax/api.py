@@ -229,7 +229,7 @@ class Zero(Summarized):
             function,
             state_argnums=range(n),
             batch_argnums=n,
-            batch_axis=function.form.batch_axis,
+            batch_axis=function.signature.batch_axis,
         )
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 

@@ -13,7 +13,7 @@ from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Form, RearrangedFunction
+from zerojax.step.call import Call, RearrangedFunction, Signature
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.results import put_back
@@ -43,7 +43,7 @@ class Evaluation(Decorated[P, R]):
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)
-            program = self._program(subject, call.form, explicit)
+            program = self._program(subject, call.signature, explicit)
             given = subject.opened, call.batch, call.further
             self._compare(program, call, lambda: program.lowered(*given))
             out, changed = program(*given)
@@ -65,7 +65,7 @@ class Evaluation(Decorated[P, R]):
         """Yields the single program, called "evaluation", lowered; like ``programs`` of a step."""
         with automatic_context(self._states.mesh) as names:
             subject, call = self._opened(args, kwargs)
-            program = self._program(subject, call.form, Explicit.of(names, call.batch))
+            program = self._program(subject, call.signature, Explicit.of(names, call.batch))
             yield from program.lowered(subject.opened, call.batch, call.further)
 
     def _opened(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Subject, Call]:
@@ -90,10 +90,10 @@ class Evaluation(Decorated[P, R]):
             )
 
     def _program(
-        self, subject: Subject, form: Form, explicit: Explicit | None
+        self, subject: Subject, signature: Signature, explicit: Explicit | None
     ) -> EvaluationProgram:
         def make(function: RearrangedFunction) -> EvaluationProgram:
             return EvaluationProgram(function, self._states, subject, explicit)
 
-        program: EvaluationProgram = self._compiled(subject.opened, form, explicit, make)
+        program: EvaluationProgram = self._compiled(subject.opened, signature, explicit, make)
         return program

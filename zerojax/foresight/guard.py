@@ -108,7 +108,7 @@ class Guard:
             config = choice.config(self._config, self._world)
             return BuiltStep(*self._other(config, function, objects, batch, *rest), 0)
 
-        batch_axis = function.form.batch_axis
+        batch_axis = function.signature.batch_axis
         rows = next(x.shape[batch_axis] for x in jax.tree.leaves(batch) if x.shape)
         given = Choice.of(self._config, rows, self._world)
         trials = Trials(build, given, rates, _log_progress)

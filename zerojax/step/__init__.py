@@ -5,7 +5,7 @@ out. In reading order:
 
 - ``train_step``: the decorated call; ``decorated``: the base class shared with an evaluated
   function.
-- ``arguments``, ``call``, ``jitted``: the roles of the arguments (state, batch, static, further).
+- ``arguments``, ``call``, ``jitted``: what each argument is (state, batch, static, further).
   ``find_state``, ``find_optimizer``: the state among the arguments and the optimizer of a step, if
   the user names neither. ``further_arguments``: arguments that are sharded like parameters.
 - ``batch``, ``batch_placer``: the check and the placement of the batch. ``last``: recognition of

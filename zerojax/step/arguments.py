@@ -1,8 +1,8 @@
-"""The roles of a decorated function's arguments: state, batch, constants, further arguments.
+"""What the arguments of a decorated function are: state, batch, constants, further arguments.
 
     arguments = Arguments(function, static=3)
     call = arguments.sort(args, kwargs)
-    function = arguments.rearranged(call.form)
+    function = arguments.rearranged(call.signature)
     args, kwargs = call.further
     function(*call.objects, call.batch, *args, **kwargs)  # the function as it was called
 
@@ -24,10 +24,10 @@ import numpy as np
 from zerojax.step.call import (
     Call,
     Constant,
-    Form,
     Frozen,
+    Known,
     RearrangedFunction,
-    Roles,
+    Signature,
     is_array,
     is_key,
 )
@@ -55,7 +55,7 @@ class LastSlots(NamedTuple):
 
 
 class Arguments:
-    """The arguments of a function by their roles.
+    """Finds the signature of each call of a function.
 
     Args:
       function: ``(state, batch, ...)`` with a ``TrainState`` or other pytrees, or a function of NNX
@@ -105,7 +105,7 @@ class Arguments:
         self._batch, self._state = self._slots("batch", batch), self._slots("state", state)
         self._frozen = self._both(self._slots("frozen", frozen))
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
-        self._found: dict[Hashable, Roles] = {}
+        self._found: dict[Hashable, Known] = {}
         self._several = isinstance(batch, Sequence) and not isinstance(batch, str)
         options = {"static": self._static, "batch": self._batch, "state": self._state}
         for one, other in (("batch", "static"), *(("frozen", name) for name in options)):
@@ -134,33 +134,33 @@ class Arguments:
         """
         given: dict[Slot, PyTree] = dict(enumerate(args))
         given.update(kwargs)
-        roles = self._roles(given, last or LastSlots())
-        form = roles.form
-        further = [(slot, self._further(slot, given[slot])) for slot in roles.further]
-        batch = tuple([given[slot] for slot in form.batch])
+        known = self._known(given, last or LastSlots())
+        signature = known.signature
+        further = [(slot, self._further(slot, given[slot])) for slot in signature.further]
+        batch = tuple([given[slot] for slot in signature.batch])
         args = tuple([x for slot, x in further if isinstance(slot, int)])
         kwargs = {slot: x for slot, x in further if isinstance(slot, str)}
-        objects = tuple([given[slot] for slot in form.objects])
-        return Call(objects, batch if form.several else batch[0], (args, kwargs), roles)
+        objects = tuple([given[slot] for slot in signature.state])
+        return Call(objects, batch if signature.several else batch[0], (args, kwargs), known)
 
-    def _roles(self, given: dict[Slot, PyTree], last: LastSlots) -> Roles:
-        """Returns the roles of the arguments of a call, found once for calls of equal kinds."""
+    def _known(self, given: dict[Slot, PyTree], last: LastSlots) -> Known:
+        """Returns what is known of a call, found once for calls of equal kinds."""
         skipped = self._static.union(last.slots)  # a program determines the state that it left
         others = [x for slot, x in given.items() if slot not in skipped]
         if not self._returns_state or (not last.slots and any(map(is_nnx, others))):
-            return self._assigned(given)
+            return Known(self._signature(given))
         leaves, tree = jax.tree_util.tree_flatten(others)
         key = (*given, last, tree, *map(_kind, leaves))
         try:
             found = self._found.get(key)
         except TypeError:  # an argument is not hashable
-            return self._assigned(given)
+            return Known(self._signature(given))
         if found is None:
-            found = self._found[key] = self._assigned(given)
+            found = self._found[key] = Known(self._signature(given))
         return found
 
-    def _assigned(self, given: dict[Slot, PyTree]) -> Roles:
-        """Assigns roles to the arguments of a call."""
+    def _signature(self, given: dict[Slot, PyTree]) -> Signature:
+        """Finds what each argument of a call is."""
         given = self._in_order(given)
         positions = sum(isinstance(slot, int) for slot in given)
         free = [slot for slot in given if slot not in self._static | self._frozen]
@@ -192,8 +192,8 @@ class Arguments:
                 "donate_argnames: zerojax donates the state, and nothing else."
             )
         several = self._several or not batch
-        form = Form(tuple(objects), tuple(batch), several, positions, self.batch_axis)
-        return Roles(form, tuple(slot for slot in given if slot not in {*objects, *batch}))
+        further = tuple(slot for slot in given if slot not in {*objects, *batch})
+        return Signature(tuple(objects), tuple(batch), several, further, positions, self.batch_axis)
 
     def bound(self, instance: object) -> Arguments:
         """Returns the arguments of the function as a bound method of ``instance``."""
@@ -209,9 +209,9 @@ class Arguments:
         arguments._found = {}
         return arguments
 
-    def rearranged(self, form: Form) -> RearrangedFunction:
+    def rearranged(self, signature: Signature) -> RearrangedFunction:
         """Returns the function, called in the order of :class:`Call`."""
-        return RearrangedFunction(self.function, self.name, form)
+        return RearrangedFunction(self.function, self.name, signature)
 
     def _objects(self, given: dict[Slot, PyTree], free: list[Slot]) -> list[Slot]:
         """Returns the arguments that are the state."""

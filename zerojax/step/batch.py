@@ -153,7 +153,7 @@ class BatchLayout(BatchPlacer):
             return
         rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)} - {None}
         args, kwargs = call.further
-        given = dict(zip(call.roles.further, (*args, *kwargs.values()), strict=True))
+        given = dict(zip(call.signature.further, (*args, *kwargs.values()), strict=True))
         alike = {
             slot: [x for x in jax.tree.leaves(value) if _rows(x) in rows]
             for slot, value in given.items()
@@ -164,7 +164,7 @@ class BatchLayout(BatchPlacer):
             raise ValueError(
                 f"the further argument {slots[0]} has the shape {shape}, with the {shape[0]} rows "
                 f"of the batch, which has {self.sizes.accumulation} micro-batches. Make it part of "
-                f"the batch: zero(step, {_options((*call.form.batch, *slots))}). If every "
+                f"the batch: zero(step, {_options((*call.signature.batch, *slots))}). If every "
                 "micro-batch needs all of it, pass x[None]."
             )
 

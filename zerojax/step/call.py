@@ -60,32 +60,32 @@ Further = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 are traced, and each other leaf in a :class:`Constant`."""
 
 
-class Form(NamedTuple):
-    """The position of each argument of a call; hashable.
+class Signature(NamedTuple):
+    """What each argument of a call is; hashable. An argument is named by its slot.
 
     Attributes:
-      objects: Slots of the state's objects, in order.
-      batch: Slots of the batch.
-      several: Whether the batch is the tuple of the arguments at ``batch``, and not the single
-        argument there.
+      state: The state's objects, in order.
+      batch: The batch.
+      several: Whether the batch is the tuple of the arguments ``batch``, and not the only one.
+      further: All other arguments, in order.
       positions: Number of arguments that are passed by position.
       batch_axis: The dimension of the batch's arrays that has the rows.
     """
 
-    objects: tuple[Slot, ...]
+    state: tuple[Slot, ...]
     batch: tuple[Slot, ...]
     several: bool
+    further: tuple[Slot, ...]
     positions: int
     batch_axis: int
 
 
 @dataclass(eq=False, slots=True)
-class Roles:
-    """The roles of the arguments of calls with equal types, trees, shapes, dtypes and shardings.
+class Known:
+    """What is known of calls with equal types, trees, shapes, dtypes and shardings.
 
     Attributes:
-      form: The positions of the arguments.
-      further: The slots of all arguments beside the state and the batch, in order.
+      signature: What each argument is.
       checked: Whether a step has checked the batch and the further arguments of such a call.
       placed: Whether the batch of such a call is on the devices as a step needs it.
       names: The names of the leaves of the batch and of the further arguments, for messages; None
@@ -93,8 +93,7 @@ class Roles:
       described: The dtype and shape of each of these leaves, by name, but of those that are static.
     """
 
-    form: Form
-    further: tuple[Slot, ...]
+    signature: Signature
     checked: bool = False
     placed: bool = False
     names: tuple[str, ...] | None = None
@@ -108,18 +107,18 @@ class Call(NamedTuple):
       objects: The state: one ``TrainState``, or all NNX objects in the order of the call.
       batch: One argument, or a tuple of the arguments that ``batch_argnums`` names.
       further: All other arguments, in order.
-      roles: The roles of the arguments.
+      known: What is known of such a call.
     """
 
     objects: tuple[PyTree, ...]
     batch: PyTree
     further: Further
-    roles: Roles
+    known: Known
 
     @property
-    def form(self) -> Form:
-        """The positions of the arguments."""
-        return self.roles.form
+    def signature(self) -> Signature:
+        """What each argument is."""
+        return self.known.signature
 
 
 class RearrangedFunction:
@@ -136,23 +135,24 @@ class RearrangedFunction:
     """
 
     function: Callable[..., PyTree]
-    form: Form
+    signature: Signature
     __name__: str
 
-    def __init__(self, function: Callable[..., PyTree], name: str, form: Form) -> None:
-        self.function, self.form, self.__name__ = function, form, name
+    def __init__(self, function: Callable[..., PyTree], name: str, signature: Signature) -> None:
+        self.function, self.signature, self.__name__ = function, signature, name
         self.__wrapped__ = function  # where JAX looks for the names and the line of its errors
         self.changed: dict[PyTreeDef, Settings] = {}
 
     def __call__(self, *given: PyTree, **kwargs: PyTree) -> PyTree:
-        form, n = self.form, len(self.form.objects)
-        batch = given[n] if form.several else (given[n],)
-        slots = dict(zip((*form.objects, *form.batch), (*given[:n], *batch), strict=True))
+        signature, n = self.signature, len(self.signature.state)
+        positions = range(signature.positions)
+        batch = given[n] if signature.several else (given[n],)
+        slots = dict(zip((*signature.state, *signature.batch), (*given[:n], *batch), strict=True))
         further = iter(given[n + 1 :])
-        args = [slots[i] if i in slots else _opened(next(further)) for i in range(form.positions)]
+        args = [slots[i] if i in slots else _opened(next(further)) for i in positions]
         named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
         before = settings(given[:n])
-        with without_pmap(self.__name__), _with_order(self.__name__, form):
+        with without_pmap(self.__name__), _with_order(self.__name__, signature):
             out = self.function(*args, **named, **{k: _opened(x) for k, x in kwargs.items()})
         if any(map(is_nnx, given[:n])):
             passed = {id(x): ObjectPlaceholder(i) for i, x in reversed([*enumerate(given[:n])])}
@@ -189,12 +189,12 @@ def without_pmap(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _with_order(name: str, form: Form) -> Iterator[None]:
+def _with_order(name: str, signature: Signature) -> Iterator[None]:
     """Adds a remedy to the error of a function that was called with the batch before the state."""
     try:
         yield
     except (AttributeError, TypeError, LookupError) as error:
-        if form.batch and 0 not in form.objects and 0 in form.batch:
+        if signature.batch and 0 not in signature.state and 0 in signature.batch:
             error.add_note(
                 f"zerojax: {name} was called with the batch first, and the state after it. If it "
                 f"is defined as {name}(state, batch), swap the arguments."

@@ -22,7 +22,7 @@ from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.plan.short import Summarized, Summary, Table
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Constant, Form, RearrangedFunction
+from zerojax.step.call import Call, Constant, RearrangedFunction, Signature
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
@@ -39,7 +39,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
     """A function that keeps its author's signature and is compiled by zerojax.
 
     Args:
-      arguments: The function, and the roles of its arguments.
+      arguments: The function, and the signatures of its calls.
       states: Turns a user's states into sharded states.
     """
 
@@ -137,7 +137,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         if self._lockstep:
             self._lockstep.note(f"{self._arguments.name}({state})")
         static = {name: _form(x) for name, x in _named(call).items() if isinstance(x, Constant)}
-        self._forms.agree(call.roles.described | static)
+        self._forms.agree(call.known.described | static)
 
     def _compare(
         self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
@@ -172,17 +172,17 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
     def _compiled(
         self,
         opened: OpenedState,
-        form: Form,
+        signature: Signature,
         explicit: Explicit | None,
         make: Callable[[RearrangedFunction], Program],
     ) -> Program:
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
-        key = opened.kind.key, opened.tx, tree, shapes, opened.specs, form, explicit
+        key = opened.kind.key, opened.tx, tree, shapes, opened.specs, signature, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
-            self._programs[key] = make(self._arguments.rearranged(form))
+            self._programs[key] = make(self._arguments.rearranged(signature))
         return self._programs[key]
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -211,16 +211,16 @@ _COMPARED = 1024  # elements of an array whose values are compared at each call
 
 def _named(call: Call) -> dict[str, PyTree]:
     """Returns the leaves of the batch and of the further arguments of a call by name."""
-    roles = call.roles
-    if roles.names is None:
+    known = call.known
+    if known.names is None:
         keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
         names = [f"batch{keystr(path)}" for path, _ in leaves(call.batch)]
         further = leaves(call.further, is_leaf=_is_constant)
         names += [f"argument {keystr(path[1:])} behind the batch" for path, _ in further]
-        roles.names = tuple(names)
+        known.names = tuple(names)
         arrays = zip(names, _leaves(call), strict=True)
-        roles.described = {name: _form(x) for name, x in arrays if not _is_constant(x)}
-    return dict(zip(roles.names, _leaves(call), strict=True))
+        known.described = {name: _form(x) for name, x in arrays if not _is_constant(x)}
+    return dict(zip(known.names, _leaves(call), strict=True))
 
 
 def _leaves(call: Call) -> list[PyTree]:

@@ -119,7 +119,7 @@ def evaluate_body(
     # Emit the step with its collectives.
     given = gather_once.gather(given, kept, inserter, closed)
     if k > 1:
-        several = whole if setting.body.function.form.several else ()
+        several = whole if setting.body.function.signature.several else ()
         roles = roles_of(setting.body.name, start, batch, shapes, several)
         outs = _micro_batches(setting, trace, closed, batch, roles, want)(given, replace)
     else:

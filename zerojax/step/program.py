@@ -20,7 +20,7 @@ from zerojax.plan.quantized import sent_formats
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
-from zerojax.step.call import Form, Further, RearrangedFunction
+from zerojax.step.call import Further, RearrangedFunction, Signature
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts, StateKind
 from zerojax.xla.lowered import LoweredProgram
@@ -72,7 +72,7 @@ class StepSetting:
         self.plan = plan = states.plan(opened)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.layout = BatchLayout(
-            mesh, config.batch(micro_batch_devices(mesh)), function.form.batch_axis
+            mesh, config.batch(micro_batch_devices(mesh)), function.signature.batch_axis
         )
         if self.layout.schedule is not None:
             _check_beside_stages(config)
@@ -109,9 +109,9 @@ class StepSetting:
         zero_state: ZeroOptState = jax.tree.unflatten(self._numbers, numbers)
         return zero_state
 
-    def serves(self, form: Form, explicit: Explicit | None) -> bool:
+    def serves(self, signature: Signature, explicit: Explicit | None) -> bool:
         """Returns whether the program serves calls of this form under these axes."""
-        return (self.body.function.form, self.explicit) == (form, explicit)
+        return (self.body.function.signature, self.explicit) == (signature, explicit)
 
 
 MakeSignals = Callable[[ZeroOptState, PyTree], Signals]

@@ -89,7 +89,7 @@ class Step(Decorated[P, R]):
         found, slots = self._find_last(args, kwargs)
         call = self._arguments.sort(args, kwargs, slots)
         watchdog = self._watchdog
-        if not call.roles.checked:
+        if not call.known.checked:
             _check_concrete(self._arguments.name, call.batch)
         self._agree(call, "..." if found else "a state from elsewhere, ...")
         mesh = self._states.mesh
@@ -125,23 +125,23 @@ class Step(Decorated[P, R]):
         self, call: Call, explicit: Explicit | None, found: _Start | None
     ) -> tuple[tuple[PyTree, ...], PyTree]:
         """Returns the state's objects after the step, and the results without these objects."""
-        if found is None or not found.program.setting.serves(call.form, explicit):
+        if found is None or not found.program.setting.serves(call.signature, explicit):
             found = self._begin(call, explicit)
         elif found.program.setting.kind.write_back is not None:
             from_cached_partial()
         program, flat, after = found
-        roles, plain = call.roles, self._is_alone and explicit is None
-        is_checked = plain and roles.checked
+        known, plain = call.known, self._is_alone and explicit is None
+        is_checked = plain and known.checked
         setting, layout, after_step = program.setting, program.setting.layout, self._after_step
         call = call._replace(further=with_specs(call.further, setting.plan))
         if not is_checked:
             layout.check(call.batch)
         _check_not_deleted((flat.leaves[0], flat.leaves[-1]))
         after_step.check()
-        is_placed = is_checked and roles.placed
+        is_placed = is_checked and known.placed
         batch = after_step.phase("batch", call.batch if is_placed else layout.place(call.batch))
         if plain and not is_checked:
-            roles.placed = all(map(operator.is_, *map(jax.tree.leaves, (batch, call.batch))))
+            known.placed = all(map(operator.is_, *map(jax.tree.leaves, (batch, call.batch))))
         if self._donate:
             batch, further = _copy_state_arrays(flat, (batch, call.further))
             call = call._replace(further=further)
@@ -161,7 +161,7 @@ class Step(Decorated[P, R]):
         objects = None if after is None else after(result.flat)
         if objects is None:
             objects, last = self._closed(call, program, result.flat)
-            slots = LastSlots(call.form.objects, program)
+            slots = LastSlots(call.signature.state, program)
             self._last = None if last is None else (last, program, slots)
         if setting.kind.any_pytree:
             owned = self._states.owned
@@ -173,7 +173,7 @@ class Step(Decorated[P, R]):
         after_step.note(result.signals)
         if after_step.logs:
             after_step.record(result.signals, beside(result.out), layout.rows(call.batch))
-        roles.checked = plain
+        known.checked = plain
         return objects, result.out
 
     def _begin(self, call: Call, explicit: Explicit | None) -> _Start:
@@ -214,7 +214,7 @@ class Step(Decorated[P, R]):
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)
-        program: StepProgram = self._compiled(opened, call.form, explicit, make)
+        program: StepProgram = self._compiled(opened, call.signature, explicit, make)
         return program
 
     def _make(
@@ -224,7 +224,7 @@ class Step(Decorated[P, R]):
         explicit: Explicit | None,
         function: RearrangedFunction,
     ) -> StepProgram:
-        if not call.form.batch:
+        if not call.signature.batch:
             self._states.warn_once(
                 f"{self._arguments.name} takes no batch, so that each device computes all of it. "
                 "If an argument that it returns is the batch, name it with batch_argnums"
@@ -340,7 +340,7 @@ class Step(Decorated[P, R]):
 
     def _fresh(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         """Creates a program that no call shares, because its ledger is read."""
-        return self._make(opened, call, explicit, self._arguments.rearranged(call.form))
+        return self._make(opened, call, explicit, self._arguments.rearranged(call.signature))
 
     @contextlib.contextmanager
     def _checked(

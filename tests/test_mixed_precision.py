@@ -347,7 +347,7 @@ def test_an_update_in_a_branch_and_in_a_loop() -> None:
         run(zero_for(3, fp16=True), batches(1), looped)
     with pytest.raises(
         ValueError,
-        match=r"in a loop at .*py:\d+, which gradient_accumulation_steps",
+        match=r"in a loop at .*py:\d+, which accumulation over",
     ):
         run(zero_for(3, k=2), batches(1), looped)
 

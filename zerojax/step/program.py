@@ -169,7 +169,7 @@ def _once(config: ZeroConfig, accumulation: int) -> str:
         return "offload does not support. Update once, or train without offload"
     if accumulation > 1:
         return (
-            f"gradient_accumulation_steps = {accumulation} does not support. Update once, or set "
-            "it to 1"
+            f"accumulation over {accumulation} micro-batches does not support. Update once, or set "
+            "gradient_accumulation_steps to 1"
         )
     return "fp16 does not support. Update once, or use bf16" if config.fp16 else ""

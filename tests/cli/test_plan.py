@@ -171,7 +171,7 @@ def test_xlas_own_errors() -> None:
         ),
         (["--attention", "plain"], "--attention: model 'mine:plain' takes no `attention`"),
         (["--picture", "a.pdf"], "--picture a.pdf: give a file that ends in .png or .svg"),
-        (["--network", "fast"], "network 'fast': give gigabits a second for each device as 400gb"),
+        (["--network", "fast"], "network 'fast': write 400gb"),
     ],
 )
 def test_options_that_will_not_do(config: Path, args: list[Any], says: str) -> None:

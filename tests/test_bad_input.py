@@ -202,8 +202,8 @@ class TestZero:
     @pytest.mark.parametrize(
         ("keywords", "says"),
         [
-            ({"replicas": 3}, "replicas=3 does not divide the 8 devices.*take 2 or 4"),
-            ({"replicas": "nodes"}, "replicas='nodes': expected .* or \"hosts\""),
+            ({"replicas": 3}, "replicas=3 does not divide 8 devices.*pass 2 or 4"),
+            ({"replicas": "nodes"}, "replicas='nodes': pass the number .* or \"hosts\""),
             ({"replicas": 2, "axes": {"data": 8}}, r"replicas=2 and axes=.*pass one.*'replica'"),
         ],
     )
@@ -213,11 +213,11 @@ class TestZero:
 
     @pytest.mark.parametrize("name", ["replicas", "dcn"])
     def test_a_replica_axis_by_another_name(self, name: str) -> None:
-        with pytest.raises(ValueError, match=f"'{name}'.*would be replicated.*call it 'replica'"):
+        with pytest.raises(ValueError, match=f"the batch over '{name}'.*groups 'replica'"):
             zerojax.zero(stage=3, mesh=zerojax.mesh(axes={name: 2, "data": 4}))
 
     def test_a_data_axis_by_another_name(self) -> None:
-        with pytest.raises(ValueError, match=r"'dp'.*the only axis of the batch, 'data'"):
+        with pytest.raises(ValueError, match=r"'dp'.*Name the axis of the batch 'data'"):
             zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"dp": 4, "tp": 2}))
 
     def test_an_axis_that_cuts_nothing(self) -> None:
@@ -226,7 +226,7 @@ class TestZero:
             zerojax.zero(stage=3, mesh=mesh).plan(make_state())
 
     def test_replicas_alone(self) -> None:
-        says = r"'replica'.*none is called 'data'.*Rename.*axes=\{'data': 1, 'replica': 8\}"
+        says = r"shards over the mesh axis 'data'.*Rename.*axes=\{'data': 1, 'replica': 8\}"
         mesh = zerojax.mesh(axes={"replica": 8})
         with pytest.raises(ValueError, match=says):
             zerojax.zero(stage=3, mesh=mesh)
@@ -236,7 +236,7 @@ class TestZero:
         [
             (3, None, r"mics_shard_size = 3 does not divide the 8 devices.*one of \[1, 2, 4, 8\]"),
             (4, {"data": 8}, r"mics_shard_size = 4.*groups of 8.*zerojax\.mesh\(replicas=2\)"),
-            (4, {"replica": 4, "data": 2}, "mics_shard_size = 4.*groups of 2.*leave out one"),
+            (4, {"replica": 4, "data": 2}, "mics_shard_size = 4.*groups of 2.*remove one"),
             (-2, None, r"mics_shard_size: expected -1 \(off\) or a number of devices, got -2"),
         ],
     )
@@ -250,8 +250,8 @@ class TestZero:
         [
             (3, None, r"stages = 3 does not divide the 8 data-parallel .* one of \[1, 2, 4, 8\]"),
             (4, {"data": 8}, r"has no pipeline stages: .*axes=\{'stage': 4, 'data': 2\}"),
-            (1, {"stage": 2, "data": 4}, "pipeline.stages = 1, but .* has 2 pipeline stages"),
-            (None, {"stage": 8}, r"none is called 'data'.*add it: axes=\{'data': 1, 'stage': 8\}"),
+            (1, {"stage": 2, "data": 4}, "pipeline.stages = 1, and .* has 2 pipeline stages"),
+            (None, {"stage": 8}, r"mesh axis 'data'.*add it: axes=\{'data': 1, 'stage': 8\}"),
         ],
     )
     def test_other_pipeline_stages(self, stages: int | None, axes: Any, says: str) -> None:

@@ -317,7 +317,7 @@ MISTAKES = [
         lambda: restored(create_state),
     ),
     Mistake("checkpointer().restore(zero.abstract_state(create_state))", "save first"),
-    Mistake('Checkpointer("s3://bucket/run", zero)', "Give a local folder"),
+    Mistake('Checkpointer("s3://bucket/run", zero)', "Pass a local folder"),
     Mistake(
         "a checkpoint of another width",
         "the model and the optimizer that were saved",
@@ -330,13 +330,13 @@ MISTAKES = [
     ),
     Mistake("a step that was not saved", "it has 100", lambda: restored(abstract_state(), 7)),
     # Weights.
-    Mistake('load("none.safetensors", like=create_state().params)', "give a safetensors file"),
+    Mistake('load("none.safetensors", like=create_state().params)', "pass a safetensors file"),
     Mistake('load(".", like=create_state().params)', "save_pretrained"),
     Mistake("a file without the bias", "names={parameter: tensor}", without_bias),
     Mistake("a transposed tensor", '"o i -> i o"', lambda: loaded(NAMED, weight=np.ones((4, 8)))),
     Mistake(
         "a LoRA parameter that the file lacks",
-        "None if no tensor has it",
+        "the name of a tensor or None",
         lambda: loaded(NAMED, create_state().params | {"lora": jnp.ones((8, 2))}),
     ),
     Mistake(

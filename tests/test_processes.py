@@ -270,8 +270,8 @@ SAID = {
     "uneven leaves": "disagree on the leading dimension: {\"['mask']\": (8,), "
     "\"['weights']\": (3,)",
     "an argument": "has the shape (8,), with the 8 rows of the batch, which is cut into 2",
-    "alternating devices": "the processes have no blocks of neighbouring rows on this mesh",
-    "no slice": "33 rows do not divide among the 2 processes: use 32 or 34 rows",
+    "alternating devices": "on this mesh a process has no block of neighbouring rows",
+    "no slice": "33 rows do not divide among 2 processes: use 32 or 34 rows",
 }
 
 

@@ -331,7 +331,7 @@ def test_frozen_parameters_alone() -> None:
 def test_a_block_size_that_does_not_divide(size: int) -> None:
     zero = zero_of(3, zero_quantized_weights=True, zero_quantized_block_size=size)
     create, _ = linen(optax.adam(1e-2))
-    with pytest.raises(zerojax.ConfigError, match=r"zero_quantized_block_size.*set a size of"):
+    with pytest.raises(zerojax.ConfigError, match=r"zero_quantized_block_size.*into blocks: write"):
         zero.init(create)
 
 

@@ -81,10 +81,9 @@ class Zero(Summarized):
         config.check_partition(axis_size(self.mesh, axis))
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
             raise ConfigError(
-                "activation_checkpointing.partition_activations = true: this mesh has axes of your "
-                f"own ({', '.join(self.mesh.axis_names)}), over which zerojax cuts no activations; "
-                "cut a block's input yourself, with jax.lax.with_sharding_constraint, and set the "
-                "key to false"
+                "activation_checkpointing.partition_activations = true: zerojax shards no "
+                f"activations over your own mesh axes ({', '.join(self.mesh.axis_names)}). Set "
+                "it to false, and shard a block's input with jax.lax.with_sharding_constraint"
             )
         self.states: States = States(
             config,
@@ -153,8 +152,8 @@ class Zero(Summarized):
         if isinstance(train_step, Decorated):
             name = getattr(train_step, "__name__", "the step")
             raise TypeError(
-                f"{name} is decorated with zero already: decorate it once, or decorate the "
-                f"function below, zero({name}.__wrapped__)."
+                f"{name} is decorated with zero already: remove one decorator, or pass "
+                f"{name}.__wrapped__."
             )
         arguments = Arguments(
             train_step,
@@ -285,8 +284,8 @@ class Zero(Summarized):
         config = self.config
         if config.optimizer is None:
             raise ConfigError(
-                'optimizer: the config names none. Add {"optimizer": {"type": "AdamW", "params": '
-                '{"lr": 1e-3}}}, or pass an optax transformation to TrainState.create yourself.'
+                'optimizer: the config has none. Add {"optimizer": {"type": "AdamW", "params": '
+                '{"lr": 1e-3}}}, or pass an optax transformation to TrainState.create.'
             )
         tx, learning_rate = named_optimizer(
             config.optimizer,
@@ -417,19 +416,16 @@ def zero(
     if callable(config):
         name = getattr(config, "__name__", type(config).__name__)
         raise TypeError(
-            f"zerojax.zero was given {name} for its config, which is a path, a mapping or a "
-            f"ZeroConfig: write @zerojax.zero(stage=3), or zerojax.zero(config)({name})."
+            f"zerojax.zero got {name} as its config (a path, a mapping or a ZeroConfig): write "
+            f"@zerojax.zero(stage=3), or zerojax.zero(config)({name})."
         )
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}: write "
-            'mesh=zerojax.mesh(8), or zerojax.mesh(axes="data=4,model=2")'
+            'mesh=zerojax.mesh(8), or mesh=zerojax.mesh(axes="data=4,model=2")'
         )
     if config is not None and keywords:
-        raise ConfigError(
-            f"{', '.join(keywords)}: pass a config or keywords, not both; write the value into the "
-            "config."
-        )
+        raise ConfigError(f"{', '.join(keywords)}: pass a config or keywords, not both.")
     if config is None and auto:
         raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
@@ -440,9 +436,9 @@ def zero(
         resolved = dataclasses.replace(resolved, **given, notes=notes)
     if resolved.autotuning:
         raise ConfigError(
-            "autotuning.enabled = true: tuning is a run of its own that trains nothing, here "
-            "`python -m zerojax fit --config CONFIG --model NAME --devices KIND:N --out FILE`, "
-            "which searches within this section; train with FILE, or set enabled to false"
+            "autotuning.enabled = true: a step does not tune. Run `python -m zerojax fit "
+            "--config CONFIG --model NAME --devices KIND:N --out FILE` and train with FILE, or "
+            "set enabled to false"
         )
     devices = arranged(all_devices(), resolved) if mesh is None else mesh
     if devices.devices.flat[0].addressable_memories():  # a topology has no other process

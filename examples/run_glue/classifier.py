@@ -81,7 +81,7 @@ def _trained(texts: Iterable[str], vocab_size: int) -> Any:
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     except ImportError:
-        raise ImportError("tokenizers are of the extra: pip install -e '.[text]'") from None
+        raise ImportError("tokenizers is not installed: pip install -e '.[text]'") from None
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(

@@ -33,13 +33,13 @@ def trained(texts: Iterable[str], config: BartConfig) -> Any:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ImportError("tokenizers are of the extra: pip install -e '.[text]'") from None
+        raise ImportError("tokenizers is not installed: pip install -e '.[text]'") from None
     of_model = (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id)
     special = [f"<{i}>" for i in range(max(of_model) + 1)]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if config.vocab_size < (least := len(special) + len(alphabet)):
         raise ValueError(
-            f"a model of {config.vocab_size} tokens has none for each byte: one of {least} or more"
+            f"vocab_size = {config.vocab_size} is too small for all bytes: set {least} or more"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

@@ -143,7 +143,7 @@ def test_numbers_of_all_rows(function: Callable[..., Any], name: str) -> None:
         ),
         (lambda w, b: (b["x"] @ w).sum() * jnp.ones(len(b["x"]) ** 2).sum(), "combines", "broad"),
         (lambda w, b: jnp.sort(b["x"] @ w, axis=0)[:, 0].sum(), "combines", "sort"),
-        (lambda w, b: ((b["x"] @ w).sum(1) * jnp.arange(len(b["x"]))).sum(), "numbers of", "iota"),
+        (lambda w, b: ((b["x"] @ w).sum(1) * jnp.arange(len(b["x"]))).sum(), "row numbers", "iota"),
         (lambda w, b: jnp.sqrt((b["x"] @ w).mean()), "uses a number computed from", "broadcast"),
         (lambda w, b: (b["x"] @ w - (b["x"] @ w).mean(0)).var(), "uses a number", "sub"),
         (lambda w, b: (b["x"] @ w).reshape(4, -1).max(1).sum(), "combines", "reshape"),

@@ -79,7 +79,7 @@ def test_a_number_that_is_not_known() -> None:
     program = symbolic(lambda x: x.sum(0) / (len(x) - 1) ** 2)
     with pytest.raises(UnevenError, match=r"div at test_symbolic\.py") as number:
         instance(program, program.flat, 2, frozenset(program.numbers))
-    assert "is 49 with 8 rows, and 9 with 4: not known for 2" in number.value.contrast
+    assert "is 49 with 8 rows, 9 with 4, and unknown with 2" in number.value.contrast
     halves = symbolic(lambda x: x.reshape(len(x) // 2, -1))
     with pytest.raises(UnevenError, match=r"reshape at test_symbolic\.py") as half:
         instance(halves, halves.flat, 1, frozenset())

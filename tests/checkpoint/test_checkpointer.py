@@ -85,7 +85,7 @@ def test_a_step_that_is_retired_while_it_is_read(
     with Checkpointer(tmp_path, zero, read_only=True) as reader:
         with monkeypatch.context() as patch:
             patch.setattr(checkpointer_module, "restore", gone)
-            with pytest.raises(CheckpointError, match=r"step 2 was removed while .* are \[1, 3\]"):
+            with pytest.raises(CheckpointError, match=r"step 2 was removed .* one of \[1, 3\]"):
                 reader.restore(abstract, 2)
         tries = [gone, checkpointer_module.restore]
         monkeypatch.setattr(checkpointer_module, "restore", lambda *a: tries.pop(0)(*a))
@@ -104,7 +104,7 @@ def test_extra_comes_back_with_its_keys(tmp_path: Path, zero: Any, state: Any) -
         assert (jax.random.key_data(extra["keys"][0]) == jax.random.key_data(key)).all()
         with pytest.raises(CheckpointError, match=r"extra\['a'\]\[0\]: ndarray is neither JSON"):
             checkpointer.save(2, state, extra={"a": [np.ones(3)]})
-        with pytest.raises(CheckpointError, match=r"the key 3 is no string"):
+        with pytest.raises(CheckpointError, match=r"the key 3 cannot be stored"):
             checkpointer.save(2, state, extra={3: 1})
 
 

@@ -151,7 +151,7 @@ def lost_record(steps: Path) -> None:
 
 INTACT_STEPS: dict[str, tuple[Callable[[Path], None], str]] = {
     "steps swapped": (lambda steps: swap(steps / "100", steps / "200"), "is of step 100"),
-    "other state, files agree": (other_state_with_files_that_agree, "params.wide holds other"),
+    "other state, files agree": (other_state_with_files_that_agree, "params.wide differs"),
     "record lost": (lost_record, "zerojax.json is missing"),
 }
 

@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_yields_no_handle(
         return x
 
     monkeypatch.setattr(SavedStep, "read", changed)
-    expected = r"other numbers than were saved: opt_state.0.nu.w"
+    expected = r"differs from what was saved: opt_state.0.nu.w"
     checkpointer = Checkpointer(tmp_path, zero, read_only=True)
     with pytest.raises(DamagedCheckpointError, match=expected):
         checkpointer.restore(abstract)

@@ -44,7 +44,7 @@ def check_words_errors_and_folders(every: list[dict[str, Any]]) -> None:
         assert found["both fail"][:2] == ("CheckpointError", "no")
         assert found["damaged"][:2] == ("DamagedCheckpointError", "process 0: no")
         assert found["not shared"].said.startswith("process 1: what process 0 wrote to ")
-        assert "give all processes one folder" in found["not shared"].said
+        assert "put the folder on a file system" in found["not shared"].said
         assert " after 1 s: " in found["not shared"].said
         assert found["taken"].said == ("process 0: taken")
         assert found["left"] == []

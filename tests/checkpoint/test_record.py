@@ -65,7 +65,7 @@ def test_changed_files_are_named(folder: epath.Path) -> None:
     (Path(folder) / "_CHECKPOINT_METADATA").unlink()
     assert changed(folder) == []
     flip(state / "_METADATA", 1)
-    assert changed(folder) == [f"{state}/_METADATA is not as it was written: its CRC differs"]
+    assert changed(folder) == [f"{state}/_METADATA was changed after the save: its CRC differs"]
     (state / "_METADATA").unlink()
     (state / "d" / "data").write_bytes(b"")
     assert changed(folder) == [

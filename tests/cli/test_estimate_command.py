@@ -38,7 +38,7 @@ def test_the_largest_layer_is_assumed_where_only_the_parameters_are_known() -> N
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ([], "give either --params, with or without --largest-layer, or --model"),
+        ([], "pass either --params, with or without --largest-layer, or --model"),
         (["--model", "none-such"], "unknown model 'none-such'."),
         (["--model", "mine:three"], "model 'mine:three' cannot be counted: a int is no flax"),
         (["--model", "mine:raises"], "KeyError: 'no such thing'\n  File "),

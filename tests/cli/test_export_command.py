@@ -73,10 +73,7 @@ def test_every_option_arrives(folder, tmp_path):
     ("options", "message"),
     [
         (["--step", 5], "has no step 5; it has 1, 2"),
-        (
-            ["--names", "cli.test_export_command"],
-            "--names cli.test_export_command: give MODULE:FUNCTION",
-        ),
+        (["--names", "cli.test_export_command"], "pass MODULE:FUNCTION"),
     ],
 )
 def test_an_error_is_one_line_and_nothing_is_written(options, message, folder, tmp_path):

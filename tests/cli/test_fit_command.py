@@ -93,15 +93,15 @@ def test_nothing_fits(run: Any) -> None:
     assert "The search ended" not in made.output
     early = run(10**9, "--batch", "16", "--minutes", "0")
     assert early.exit_code == 3
-    assert "the limit of compiles or of seconds came before these: stage 0; stage" in early.output
+    assert "the limit of compiles or of seconds was reached before these: stage" in early.output
     assert "; and 8 more. Raise the limit (--compiles 40, --minutes 0)" in early.output
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--batch", "12"), "take 8 or 16"),
-        (("--out", "no/such/folder/best.json"), "no file can be written there"),
+        (("--batch", "12"), "write 8 or 16"),
+        (("--out", "no/such/folder/best.json"), "cannot be written: create its folder"),
     ],
 )
 def test_bad_input(run: Any, options: tuple[str, ...], says: str) -> None:

@@ -69,8 +69,8 @@ def test_damage_is_told_and_another_step_offered(steps: Path) -> None:
     lines = result.output.splitlines()
     assert lines[lines.index("step 100 is damaged:") :] == [
         "step 100 is damaged:",
-        f"  {data} is not as it was written: its CRC differs",
-        f"  {steps}/100/state: opt_state.0.mu holds other numbers than were saved",
+        f"  {data} was changed after the save: its CRC differs",
+        f"  {steps}/100/state: opt_state.0.mu differs from what was saved",
         "step 90 is complete: restore(abstract_state, step=90)",
     ]
 
@@ -102,7 +102,7 @@ def test_plain_orbax_is_no_damage(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert row(result.output, "1")[1:3] == ["not", "verifiable"]
     assert "linen, without a record" in result.output
-    assert "step 1, step 2: no zerojax.json, as with plain orbax" in result.output
+    assert "step 1, step 2: no zerojax.json (saved by plain orbax)" in result.output
     assert run(tmp_path / "2").output.count(str(tmp_path / "2")) == 0  # it is step 2
 
 
@@ -141,9 +141,9 @@ def test_json_says_the_same(steps: Path) -> None:
 def test_no_checkpoint(tmp_path: Path, made: Path) -> None:
     (tmp_path / "file").write_text("")
     for args, says in [
-        ([tmp_path], "holds no checkpoint: it holds file; expected folders named by step"),
+        ([tmp_path], "holds no checkpoint (it holds file): pass a folder of steps"),
         ([tmp_path / "none"], "none does not exist"),
-        ([tmp_path / "file"], "holds no checkpoint: it is a file"),
+        ([tmp_path / "file"], "holds no checkpoint (it is a file)"),
         ([made, "--step", 3], "has no step 3; it has 90, 100"),
     ]:
         result = run(*args)

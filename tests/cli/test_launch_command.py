@@ -42,9 +42,9 @@ def launch(words: str, **environ: str) -> Result:
         ("--num-nodes 2 train.py", "several machines need --hostfile, or --node-rank"),
         (
             "--num-nodes 2 --node-rank 0 --coordinator a:1 --max-restarts 1 train.py",
-            "the machines must restart together",
+            "restarts all machines together",
         ),
-        ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: this machine has "),
+        ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: "),
         ("--include localhost:0 train.py", "choose GPUs, and this machine has none"),
         ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed here"),
     ],
@@ -64,7 +64,7 @@ def test_more_processes_than_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", str(folder))
     result = launch("--nproc-per-node 4 train.py")
     assert result.exit_code == 2
-    assert "4 processes, but this machine has 2 GPUs" in result.stderr
+    assert "4 processes do not fit 2 GPUs" in result.stderr
     shown = launch("--dry-run train.py").stdout
     heads = [line.partition(";")[0] for line in shown.splitlines()[::2]]
     assert heads == ["# process 0: GPU 0", "# process 1: GPU 1"]
@@ -86,7 +86,7 @@ def test_dry_run_of_one_machine() -> None:
     assert words[-3:] == ["train.py", "--lr", "3"]
     assert "stands behind" not in launch("--dry-run train.py --lr 3").stderr
     told = launch("--dry-run train.py --max-restarts=3").stderr
-    assert "--max-restarts=3 stands behind the script: an argument of the script" in told
+    assert "--max-restarts=3 comes after the script, and is passed to it" in told
     assert {"ZEROJAX_PROCESS_ID=1", "ZEROJAX_WATCHDOG=off", "JAX_PLATFORMS=cpu"} < set(words)
 
 

@@ -157,7 +157,7 @@ def test_xlas_own_errors() -> None:
     )
     overflow = "overflow in static extent product: dimensions=[8, 1000000000]"
     assert explain_error(RuntimeError(f"Bad StatusOr access: {overflow}"), "model") == (
-        "model: an array of dimensions=[8, 1000000000] is larger than XLA allows: give fewer "
+        "model: an array of dimensions=[8, 1000000000] is larger than XLA allows: pass fewer "
         "tokens or rows"
     )
 
@@ -170,8 +170,8 @@ def test_xlas_own_errors() -> None:
             "--remat-policy: model 'mine:plain' takes no `remat` and `remat_policy`",
         ),
         (["--attention", "plain"], "--attention: model 'mine:plain' takes no `attention`"),
-        (["--picture", "a.pdf"], "--picture a.pdf: give a file that ends in .png or .svg"),
-        (["--network", "fast"], "network 'fast': give gigabits a second for each device as 400gb"),
+        (["--picture", "a.pdf"], "--picture a.pdf: name a file that ends in .png or .svg"),
+        (["--network", "fast"], "network 'fast': write 400gb"),
     ],
 )
 def test_options_that_will_not_do(config: Path, args: list[Any], says: str) -> None:
@@ -188,7 +188,7 @@ def test_the_attention_and_what_blocks_keep_are_named(config: Path) -> None:
     assert (found["attention"], found["choice"]["remat"]) == ("plain", "names:c_fc")
     said = refused(run(config, "--attention", "flash", model="mini"))
     assert "'flash' is unknown; there are auto, mosaic_gpu, cudnn, plain" in said
-    assert "leave out --no-remat" in refused(run(config, *policy, "--no-remat", model="mini"))
+    assert "exclude each other" in refused(run(config, *policy, "--no-remat", model="mini"))
     said = refused(run(config, "--remat-policy", "dot", model="mini"))
     assert "no remat policy 'dot'; did you mean 'dots'?" in said
 

@@ -102,7 +102,7 @@ def test_models_that_cannot_be_planned(
 @pytest.mark.parametrize(
     ("args", "new", "says"),
     [
-        (["--picture", "a.png"], 4, "--picture has no effect beside --generate: leave it out"),
+        (["--picture", "a.png"], 4, "--picture has no effect beside --generate: remove it"),
         (["--quantize", "int8"], None, "--quantize has no effect without --generate"),
     ],
 )

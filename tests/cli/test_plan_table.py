@@ -114,7 +114,7 @@ def test_a_warning_before_xla_computes_values_again(capsys: pytest.CaptureFixtur
     assert "warning: 1 GB more, and XLA computes values again" in near
     assert "where it estimates that a program needs more than 65.1 GB" in near
     over = told(begins + GB, again=7)
-    assert "warning: XLA computes 7 values again to save memory, 3 GB and 20 ms of a step" in over
+    assert "warning: XLA recomputes 7 values to save memory, 3 GB and 20 ms of a step" in over
     assert "let blocks keep less (--remat, or the policy that `zerojax fit` finds)" in over
     assert "again" not in told(begins + GB)  # and fits, as was compiled
 

@@ -25,7 +25,7 @@ def test_everyone_hears_everyone(in_processes: Callable[..., list[Any]]) -> None
     for process, (told, missing) in enumerate(in_processes(4, talk)):
         assert told[:3] == [[f"{each} at {turn}" for each in range(4)] for turn in range(3)]
         assert told[3] == ["0", "1", "2", "3"]
-        which = "the last words: processes 0, 2, 3 did not come within 0.2 s"
+        which = "the last words: processes 0, 2, 3 did not arrive within 0.2 s"
         assert missing == (which if process == 1 else "")
 
 

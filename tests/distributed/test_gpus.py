@@ -27,11 +27,11 @@ def test_gpus_of_processes() -> None:
     [
         (
             (["a"], ["a"]),
-            "2 processes see the same 1 GPU, which they cannot share evenly: start one",
+            "2 processes cannot share 1 GPU evenly: start one",
         ),
-        ((["a", "b", "c"],) * 2, "2 processes see the same 3 GPUs, which they cannot share evenly"),
-        ((["a"], []), "no GPU is visible to process 1, and others see some: CUDA_VISIBLE_DEVICES"),
-        ((["a", "b"], ["b"]), "some see a GPU that another sees too, and not the same ones"),
+        ((["a", "b", "c"],) * 2, "2 processes cannot share 3 GPUs evenly"),
+        ((["a"], []), "process 1 has no GPU, and others have some: unset CUDA_VISIBLE_DEVICES"),
+        ((["a", "b"], ["b"]), "processes see some GPUs in common"),
     ],
 )
 def test_gpus_that_do_not_suffice(gpus: tuple[list[str], ...], says: str) -> None:

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_the_same_error_in_all() -> None:
     for each in launch(JOIN.replace("2}", '2 + int(os.environ["RANK"])}'), {}, proxy):
         said = said_by(each)
         assert "stage of the config differs: 2 in process 0; 3 in process 1" in said
-        assert "http_proxy would send what process 1 and process 0 tell each other" in said
+        assert "http_proxy would send messages between process 1 and process 0" in said
 
 
 def test_a_process_that_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,20 +106,20 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        (without(TORCHRUN, "RANK"), "WORLD_SIZE=4, but RANK is not set: give each process"),
-        (without(TORCHRUN, "WORLD_SIZE"), "RANK=3 looks like torchrun, but WORLD_SIZE is not set"),
+        (without(TORCHRUN, "RANK"), "WORLD_SIZE=4, and RANK is not set: number the processes"),
+        (without(TORCHRUN, "WORLD_SIZE"), "RANK=3 is set (torchrun), and WORLD_SIZE is not"),
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not: set MASTER_ADDR to the host of"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not"),
-        (TORCHRUN | {"RANK": "4"}, "RANK=4, but the processes are numbered from 0 to 3"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
         (TORCHRUN | {"RANK": "9" * 5000}, f"RANK='{'9' * 40}' is not a number from 0 on"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 on"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_ADDR:MASTER_PORT='n1:70000' is not host"),
         (TORCHRUN | {"MASTER_ADDR": "http://h"}, "MASTER_PORT='http://h:29500' is not host:port"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "number 2 of 2 on its host: correct LOCAL_RANK or LOCAL"),
         (OURS | {"ZEROJAX_COORDINATOR": "n1"}, "ZEROJAX_COORDINATOR='n1' is not host:port"),
-        (MPI, "Open MPI started this process, but nothing says where process 0 listens"),
+        (MPI, "Open MPI does not say where process 0 listens"),
         (without(POD, "ZEROJAX_NUM_PROCESSES"), "set ZEROJAX_NUM_PROCESSES to the Job's compl"),
-        (without(POD, "ZEROJAX_COORDINATOR"), "Kubernetes started this process, but nothing says"),
+        (without(POD, "ZEROJAX_COORDINATOR"), "Kubernetes does not say"),
     ],
 )
 def test_half_an_environment(environ: dict[str, str], says: str) -> None:

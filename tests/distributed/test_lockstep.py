@@ -58,7 +58,7 @@ def test_one_process_alone(tmp_path: Path) -> None:
     shown = told.err.partition("zerojax launch: process ")[2]
     assert "failed first: status 1" in shown
     assert re.search(said, shown), shown
-    assert "Every process runs the same steps" in shown
+    assert "Run the same steps" in shown
 
 
 CHANGED = """

@@ -72,7 +72,7 @@ def test_configs() -> None:
 
 def test_proxies() -> None:
     said = problems(process(0), process(1, proxy="http_proxy"), process(2, proxy="http_proxy"))
-    assert "http_proxy would send what processes 1, 2 and process 0 tell each other" in said
+    assert "http_proxy would send messages between processes 1, 2 and process 0" in said
     assert "add the host of n1:4000 to no_proxy" in said
 
 
@@ -85,9 +85,7 @@ def test_names_that_gloo_cannot_use() -> None:
 
 def test_gpus() -> None:
     said = problems(process(0, gpus=["a"]), process(1, gpus=["a"]))
-    assert said.startswith(
-        "processes 0, 1 on n1: 2 processes see the same 1 GPU, which they cannot"
-    )
+    assert said.startswith("processes 0, 1 on n1: 2 processes cannot share 1 GPU evenly")
 
 
 def test_this_process() -> None:

@@ -45,8 +45,8 @@ def test_targets_are_transformers(name: str, search: int) -> None:
         ({"num_beams": 0}, "num_beams = 0 must be 1 or more"),
         ({"max_length": 1}, "max_length = 1 must be 2 or more"),
         ({"min_length": 21}, "min_length = 21 must be between 0 and max_length = 20"),
-        ({"early_stopping": "always"}, "True, False or 'never', not 'always'"),
-        ({"max_length": 25}, "max_length = 25, but the model has positions for 24"),
+        ({"early_stopping": "always"}, "'always' must be True, False or 'never'"),
+        ({"max_length": 25}, "max_length = 25 must be at most 24"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

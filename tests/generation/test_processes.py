@@ -64,4 +64,4 @@ def test_rows_are_those_of_one_process(in_processes: Callable[..., list[Any]]) -
     for name in ("tokens", "key", "options"):
         assert one[name] == other[name]
         assert f"zerojax.generate: {name} differs between the processes" in one[name]
-        assert "generate takes the prompts of all processes" in one[name]
+        assert "Pass all prompts in every process" in one[name]

@@ -80,7 +80,7 @@ def test_one_process(tmp_path: Path, text: str) -> None:
             "distributed_type: MULTI_GPU\nnum_processes: two",
             'num_processes: expected a number of processes (-1: not said), got "two"',
         ),
-        (SEVERAL.replace("16", "15"), "num_processes 15 on num_machines 2"),
+        (SEVERAL.replace("16", "15"), "num_processes 15 is no multiple of num_machines 2"),
         (SEVERAL.replace("main_process_ip: 10.0.0.1", ""), "unreadable"),
         ("a: [", "not valid YAML at line 1"),
     ],

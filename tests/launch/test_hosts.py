@@ -23,7 +23,7 @@ def test_a_hostfile_has_comments_and_empty_lines(tmp_path: Path) -> None:
     [
         ("a slots=2\nb\n", ":2: expected `HOST slots=N`, got 'b'"),
         ("a slots=2 max=3", ":1: expected `HOST slots=N`"),
-        ("a slots=2\n\na slots=2", ":3: a stands in line 1 too"),
+        ("a slots=2\n\na slots=2", ":3: a is in line 1 too"),
         ("# none", ": no line names a host"),
     ],
 )
@@ -63,7 +63,7 @@ def test_filters_are_deepspeed_s(
 @pytest.mark.parametrize(
     ("include", "exclude", "says"),
     [
-        ("worker-0", "worker-1", "either --include or --exclude"),
+        ("worker-0", "worker-1", "--include and --exclude are both given"),
         ("worker-2", None, "--include: 'worker-2' is none of the hosts worker-0, worker-1"),
         (None, "worker-0:4", "--exclude: worker-0 has slots 0 to 3, not 4"),
         ("worker-0:a", None, "expected HOST or HOST:0,2, got 'worker-0:a'"),

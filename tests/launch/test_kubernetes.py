@@ -91,4 +91,4 @@ def test_the_command_prints_a_manifest(tmp_path: Path) -> None:
     assert told.status == 0
     assert yaml.safe_load(told.out)["kind"] == "JobSet"
     told = launched(tmp_path, "", *options, "--slurm", "")
-    assert (told.status, "give one of --slurm and --kubernetes" in told.err) == (2, True)
+    assert (told.status, "--slurm and --kubernetes are both given" in told.err) == (2, True)

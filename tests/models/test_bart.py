@@ -42,7 +42,7 @@ def test_logits_are_transformers(name: str, scan: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"d_model": 30}, "d_model = 30 does not divide into encoder_attention_heads = 4"),
+        ({"d_model": 30}, "d_model must be a multiple of encoder_attention_heads = 4"),
         ({"decoder_layers": 0}, "decoder_layers must be a positive int, not 0"),
     ],
 )

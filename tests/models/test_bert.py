@@ -61,7 +61,7 @@ def test_a_row_ends_where_the_positions_of_a_roberta_do() -> None:
     [
         ({"model_type": "electra"}, "model_type must be 'bert' or 'roberta', not 'electra'"),
         ({"classifier_dropout": 1.0}, "classifier_dropout must be in"),
-        ({"hidden_size": 33}, "hidden_size = 33 does not divide into num_attention_heads = 4"),
+        ({"hidden_size": 33}, "hidden_size must be a multiple of num_attention_heads = 4"),
     ],
 )
 def test_config_names_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ def test_buckets_are_odd_monotone_and_within_the_table() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 33}, "hidden_size = 33 does not divide into num_attention_heads = 4"),
+        ({"hidden_size": 33}, "hidden_size must be a multiple of num_attention_heads = 4"),
         ({"num_labels": 0}, "num_labels must be a positive int, not 0"),
         ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob must be in"),
         ({"norm_rel_ebd": "rms"}, "norm_rel_ebd must be 'layer_norm' or 'none', not 'rms'"),

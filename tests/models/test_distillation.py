@@ -87,11 +87,11 @@ def test_a_step_with_a_mask_and_micro_batches_is_the_plain_one() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (dict(teacher_logits=TEACHER[..., :9]), r"logits \[8, 5, 11\] and .*\[8, 5, 9\]"),
-        (dict(targets=TARGETS[:, :3]), r"targets are \[8, 3\], and logits .* need \[8, 5\]"),
-        (dict(targets=TARGETS * 1.0), r"targets are float64, and must be token numbers"),
-        (dict(temperature=0.0), r"temperature = 0.0 must be above 0, such as 2.0"),
-        (dict(hard_weight=1.5), r"hard_weight = 1.5 must be from 0 to 1"),
+        (dict(teacher_logits=TEACHER[..., :9]), r"student are \[8, 5, 11\], .*\[8, 5, 9\]"),
+        (dict(targets=TARGETS[:, :3]), r"targets are int64\[8, 3\]: .* integers \[8, 5\]"),
+        (dict(targets=TARGETS * 1.0), r"targets are float64\[8, 5\]: pass token numbers"),
+        (dict(temperature=0.0), r"temperature = 0.0 must be above 0"),
+        (dict(hard_weight=1.5), r"hard_weight = 1.5 from 0 to 1"),
     ],
 )
 def test_bad_input_is_named(changed: dict[str, Any], message: str) -> None:

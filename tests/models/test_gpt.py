@@ -139,7 +139,7 @@ def test_loss_and_gradient_are_optaxs(params: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_embd": 33}, "n_embd = 33"),
+        ({"n_embd": 33}, "n_embd must be a multiple of n_head = 2, not 33"),
         ({"n_layer": 0}, "n_layer must be a positive int, not 0"),
         ({"dropout": 1.0}, "dropout must be in"),
     ],

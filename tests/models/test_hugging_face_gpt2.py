@@ -196,11 +196,11 @@ def test_a_checkpoint_is_exported_as_it_would_be_saved(tmp_path: pathlib.Path) -
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["a"], "model'] is None, but vocab_size, block_size, n_layer, n_head, n_embd of the GPT"),
-        ({"model": {"n_layer": 3}}, r"\['model'\] is {'n_layer': 3}, but vocab_size"),
+        (["a"], "model'] is None, and needs vocab_size, block_size, n_layer, n_head, n_embd of"),
+        ({"model": {"n_layer": 3}}, r"\['model'\] is {'n_layer': 3}, and needs vocab_size"),
         ({"model": vars(TINY) | {"n_layer": 2}}, "only the tree given has the parameter h_2"),
         ({"model": vars(TINY) | {"block_size": 8}}, r"wpe/embedding is \[32, 16\] in the tree"),
-        ({"model": vars(TINY) | {"n_head": 3}}, "n_embd = 16 does not divide into"),
+        ({"model": vars(TINY) | {"n_head": 3}}, "n_embd must be a multiple of n_head = 3"),
     ],
 )
 def test_a_checkpoint_must_say_what_model_it_is(extra: Any, message: str) -> None:
@@ -229,7 +229,7 @@ def test_a_model_of_another_size_is_refused(
 def test_what_like_and_dtype_must_be(folder: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="only the tree given has the parameter h/"):
         load(folder, TINY, like=init(SCANNED))
-    with pytest.raises(ValueError, match="shall be int32: weights are floats"):
+    with pytest.raises(ValueError, match=r"dtype int32 of the parameter .* pass a float dtype"):
         load(folder, TINY, dtype=jnp.int32)
 
 
@@ -250,9 +250,9 @@ def test_config_there_and_back() -> None:
     ("values", "message"),
     [
         ({"activation_function": "relu"}, "activation_function = 'relu' is not supported: .*gelu"),
-        ({"n_inner": 100}, "n_inner = 100 is not supported: .*3072 wide"),
-        ({"attn_pdrop": 0.2}, "one dropout rate for all"),
-        ({"n_head": 7}, "does not divide into n_head = 7"),
+        ({"n_inner": 100}, "n_inner = 100 is not supported: .* None or 3072"),
+        ({"attn_pdrop": 0.2}, "one dropout rate"),
+        ({"n_head": 7}, "must be a multiple of n_head = 7"),
     ],
 )
 def test_what_the_model_does_not_compute_is_refused(

@@ -42,7 +42,7 @@ def test_older_files_have_no_prefix_and_a_tied_output_may_be_there_twice(tmp_pat
     ("values", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"rope_scaling": {"factor": 2.0}}, "rope_parameters: factor = 2.0 is not supported: rope"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_parameters: rope_type = 'default' has no factor"),
         ({"rope_scaling": {"type": "ntk"}}, "rope_type = 'ntk' is not supported: .* longrope"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn' needs factor"),
         (

@@ -152,8 +152,8 @@ def test_products_that_blocks_compute_again_have_names(params: dict[str, Any], s
     ("change", "message"),
     [
         ({"n_layer": 0}, "n_layer must be a positive int, not 0"),
-        ({"n_kv_head": 3}, "n_head = 4 does not divide among n_kv_head = 3"),
-        ({"n_embd": 36}, "n_embd = 36 .* an even size.* a multiple of 8"),
+        ({"n_kv_head": 3}, "n_head must be a multiple of n_kv_head = 3, not 4"),
+        ({"n_embd": 36}, "n_embd must be a multiple of 8, for .* even size, not 36"),
         ({"rope_theta": 0}, "rope_theta must be a positive number, not 0"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, not '1e-5'"),
         ({"remat": "full"}, "no remat policy 'full'.*'dots'"),

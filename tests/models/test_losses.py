@@ -78,5 +78,5 @@ def test_only_ready_losses_are_smoothed() -> None:
     assert smoothed(model_loss, 0.0) is model_loss
     assert smoothed(causal_lm_loss, 0.0) is causal_lm_loss
     assert all(callable(smoothed(loss, 0.1)) for loss in READY)
-    with pytest.raises(ConfigError, match=r"one of zerojax.trainer's causal_lm_loss, seq2seq_loss"):
+    with pytest.raises(ConfigError, match=r"pass one of causal_lm_loss, seq2seq_loss"):
         smoothed(model_loss, 0.1)

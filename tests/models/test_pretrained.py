@@ -83,7 +83,7 @@ def test_a_head_without_tensors_is_new(tmp_path: Path) -> None:
         ({"model_type": "gpt2", "activation_function": "relu"}, "config.json: activation_function"),
         (
             {"model_type": "gpt2", "quantization_config": {"quantization_status": "compressed"}},
-            "config.json: .* the weights are codes, and zerojax loads floats: give the folder",
+            "config.json: .* the weights are codes, and zerojax loads floats: pass the folder",
         ),
     ],
 )
@@ -96,7 +96,7 @@ def test_what_is_not_supported_is_named(
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config.json is not there"):
+    with pytest.raises(FileNotFoundError, match=r"config.json does not exist"):
         from_folder(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_a_head_of_other_labels_is_new(tmp_path: Path, caplog: pytest.LogCapture
     with pytest.raises(ValueError, match=r"classifier.weight \[3, 32\], not \[2, 32\].*for a new"):
         from_folder(tmp_path, num_labels=2)
     loaded = from_folder(tmp_path, num_labels=2, ignore_mismatched_sizes=True)
-    (record,) = (x for x in caplog.records if "new are" in x.getMessage())
+    (record,) = (x for x in caplog.records if "are new" in x.getMessage())
     assert "classifier.bias [3], not [2]" in record.getMessage()
     params = loaded.parameters
     for name in ("deberta", "pooler"):

@@ -53,7 +53,7 @@ def test_ids_beyond_the_vocabulary_are_refused(merges: Path) -> None:
 
 
 def test_files_that_are_none_are_named(merges: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is not there.*save_pretrained"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json does not exist.*save_pretrained"):
         load_tokenizer(merges.parent)
     with pytest.raises(ValueError, match=r"vocab.bpe is not a tokenizer's file"):
         load_tokenizer(merges)

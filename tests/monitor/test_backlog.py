@@ -99,8 +99,8 @@ def test_a_writer_that_fails_is_named_once_and_asked_again(backlog, kept, caplog
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        "kept: metrics are missing (ConnectionError: no network). Training goes on; this is said "
-        "once."
+        "kept: metrics are missing (ConnectionError: no network). Training continues; this warning "
+        "is not repeated."
     )
 
 

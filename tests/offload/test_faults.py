@@ -31,7 +31,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("missing", "is not there: make the folder"), ("file", "is a file: name a")]
+    ("kind", "said"), [("missing", "does not exist: make the"), ("file", "is a file: name a")]
 )
 def test_a_path_that_is_no_folder(tmp_path: Path, kind: str, said: str) -> None:
     path = tmp_path / "disk"

@@ -41,7 +41,7 @@ def test_each_matrix() -> None:
         (
             lambda m: m @ m.T,
             [jnp.ones((2, 3, 4))],
-            r"for \[0\] the function returns shape \(3, 3\), not that of the matrix, \(3, 4\)",
+            r"returns \(3, 3\) for the matrix \[0\] of \(3, 4\)",
         ),
     ],
     ids=["vector", "other shape"],

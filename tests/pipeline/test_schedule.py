@@ -11,9 +11,9 @@ from zerojax.pipeline.schedule import Schedule
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "says"),
     [
-        (2, 1, "gradient_accumulation_steps = 1 every stage idles for 50% .* = 4 .* to 20%$"),
-        (4, 4, "4 pipeline stages .* = 4 every stage idles for 43% .* = 12 lowers that to 20%$"),
-        (8, 8, "idles for 47% .* = 32 lowers that to 18%$"),  # a multiple of the stages
+        (2, 1, "gradient_accumulation_steps = 1 each stage idles 50% .* = 4 .* to 20%$"),
+        (4, 4, "4 pipeline stages .* = 4 each stage idles 43% .* = 12 lowers that to 20%$"),
+        (8, 8, "idles 47% .* = 32 lowers that to 18%$"),  # a multiple of the stages
         (2, 2, "^$"),
         (4, 6, "^$"),
     ],

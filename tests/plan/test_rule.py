@@ -160,7 +160,7 @@ def test_a_spec_that_does_not_fit_is_refused(shape: Any, spec: Spec, message: st
 
 @pytest.mark.parametrize("spec", [("replica", None), (None, ("data", "replica"))])
 def test_a_spec_over_replica_groups_is_refused(spec: Spec) -> None:
-    says = r"params\['w'\]: .*names the axis 'replica'.*same state\. Take 'replica' out"
+    says = r"params\['w'\]: .*names the axis 'replica'.*zerojax itself places.*: remove it"
     with pytest.raises(ValueError, match=says):
         check_own_spec("params['w']", (8, 8), spec, zerojax.mesh(replicas=2))
 

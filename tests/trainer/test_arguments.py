@@ -96,7 +96,7 @@ def test_checkpointing_of_fsdp_is_the_models_remat(
         ({"learning_rat": 1}, "learning_rat: unknown argument; did you mean `learning_rate`?"),
         ({"learning_rate": "1e-4"}, "learning_rate: expected a finite number of at least 0, got"),
         ({"fp16": True, "bf16": True}, "bf16 and fp16 are both true"),
-        ({"save_strategy": "best"}, 'save_strategy is "best", and eval_strategy "no"'),
+        ({"save_strategy": "best"}, 'save_strategy is "best" and eval_strategy "no"'),
         ({"push_to_hub": True}, "push_to_hub = true is not supported: save_model()"),
         ({"report_to": ["mlflow"]}, 'report_to: "mlflow" is none of tensorboard, wandb, csv'),
         ({"fsdp": "hybrid_shard"}, "mics_shard_size"),

@@ -119,7 +119,7 @@ def test_what_is_no_dataset() -> None:
     with pytest.raises(TypeError, match="dict has no rows by number"):
         check("eval_dataset", {"a": [1]})
     assert epochs(7).last == 7
-    says = r"has 7 rows, fewer than the 8 .* 4 x 2 .* take the second"
+    says = r"has 7 rows, fewer than the 8 .* 4 x 2 .* remove dataloader_drop_last"
     with pytest.raises(ValueError, match=says):
         epochs(7, dataloader_drop_last=True)
     text = Reader([{"x": "a"}], None, zerojax.mesh(), numbers_only=False)

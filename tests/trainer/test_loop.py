@@ -344,7 +344,7 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
     trainer = classifier(args, compute_metrics=raises)
     with pytest.raises(KeyError) as raised:
         trainer.train()
-    assert "Raised by compute_metrics, of predictions (21,)" in raised.value.__notes__[0]
+    assert "Raised by compute_metrics for predictions (21,)" in raised.value.__notes__[0]
     assert trainer.state.global_step == 0
     for more, says in (
         ({"callbacks": [print]}, "is no callback"),
@@ -406,7 +406,7 @@ def test_bad_input_is_named_in_train(tmp_path: Path) -> None:
         Trainer(Classifier, TrainingArguments(str(tmp_path)))
     with pytest.raises(TypeError, match=r"no train_dataset: pass Trainer\(train_dataset="):
         classifier(args, train_dataset=None).train()
-    with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
+    with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
         classifier(args).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="no loss: the model gave none"):
         classifier(args, loss=lambda model, batch: model(batch["x"])).train()

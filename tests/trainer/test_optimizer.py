@@ -32,7 +32,7 @@ def problems(**arguments: Any) -> list[str]:
 def test_each_that_is_set_and_has_no_effect_is_named() -> None:
     found = problems(**SET)
     assert [problem.partition(" = ")[0] for problem in found] == [*SET]
-    assert found[0].startswith("learning_rate = 0.001 has no effect on a transformation of yours")
+    assert found[0].startswith("learning_rate = 0.001 has no effect on your transformation")
 
 
 def test_defaults_pass_as_a_parser_of_a_command_line_writes_them() -> None:

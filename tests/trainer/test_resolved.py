@@ -142,8 +142,8 @@ def test_an_optimizer_that_the_json_would_replace(
     except ConfigError as error:
         problems = error.problems
     assert [*problems] == [
-        f'optimizer.type = "{kind}", but TrainingArguments say {each}; leave {each.split()[0]} out '
-        "for the optimizer of the JSON, or leave its section `optimizer` out"
+        f'optimizer.type = "{kind}", but TrainingArguments say {each}; remove {each.split()[0]}, '
+        "or the JSON's `optimizer`"
         for each in differing
     ]
 

@@ -68,8 +68,8 @@ BAD = {
     "nowhere": "nowhere does not exist",
     "other/checkpoints/7": "has no step 7; it has 5",
     "damaged": "is missing",
-    "of other data": "is of other data",
-    "empty": "empty has no checkpoint to go on from",
+    "of other data": "was trained on other data",
+    "empty": "empty has no checkpoint to resume from",
     "other/checkpoints/05": "does not exist",
 }
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_model_removes_nothing(made: Path, zero: zerojax
 
 def test_what_was_found_takes_the_place_of_what_was_there(made: Path, zero: zerojax.Zero) -> None:
     for resume in (None, made / "other", made / "own/checkpoints/2"):
-        with pytest.raises(CheckpointError, match="or let overwrite_output_dir=True remove them"):
+        with pytest.raises(CheckpointError, match="remove them with overwrite_output_dir=True"):
             begin(made / "own", zero, resume)
     assert begin(made / "own", zero, True).state.global_step == 6
     assert steps(made / "own") == [2, 4, 6]

@@ -123,14 +123,14 @@ def test_bad_input(tmp_path: Path) -> None:
     path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
     with pytest.raises(ConfigError, match="more than once"):
         zerojax.fit(path, small, rates=room(10**9))
-    with pytest.raises(ValueError, match="network '50GB': give gigabits"):
+    with pytest.raises(ValueError, match="network '50GB': write 400gb"):
         zerojax.fit(AUTO, small, rates=room(10**9), network="50GB")
     path.write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="object"):
         zerojax.fit(path, small, rates=room(10**9))
     with pytest.raises(ConfigError, match='"stage" is not "auto" in the config'):
         zerojax.fit({}, small, rates=room(10**9), auto={"stage": 3})
-    with pytest.raises(ConfigError, match="take 8 or 16"):
+    with pytest.raises(ConfigError, match="write 8 or 16"):
         zerojax.fit({}, small, rates=room(10**9), train_batch_size=12)
     with pytest.raises(ValueError, match="unknown model 'gtp2'"):
         zerojax.fit({}, "gtp2", rates=room(10**9))

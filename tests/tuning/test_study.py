@@ -185,9 +185,9 @@ def test_what_a_config_gives_is_kept() -> None:
     assert fixed.sizes() == [2]
     assert fixed.choice(Choice(stage=1, micro=1), 2).accumulation == 4
     assert left_open({}, 48, 8, [None])[0].sizes() == [1, 2, 3, 6]
-    with pytest.raises(ConfigError, match="take 8 or 16"):
+    with pytest.raises(ConfigError, match="write 8 or 16"):
         left_open({}, 12, 8, [None])
-    with pytest.raises(ConfigError, match="64 in the config, but 32"):
+    with pytest.raises(ConfigError, match="64 in the config, 32 asked"):
         left_open({"train_batch_size": 64}, 32, 8, [None])
 
 

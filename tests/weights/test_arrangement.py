@@ -79,9 +79,9 @@ def test_any_piece_is_numpys(case: tuple[Any, ...]) -> None:
     ("text", "message"),
     [
         ("o i", 'is no arrangement: write "o i -> i o"'),
-        ("o i -> i", r"1 dimensions for a parameter \[3, 4\]"),
-        ("o -> i o", "i must be on both sides of ->; or only after it"),
-        ("(h d) i -> (h d) i", "the lengths of h and d are not known: give all but one"),
+        ("o i -> i", r"1 dimensions, the parameter is \[3, 4\]"),
+        ("o -> i o", "i is on one side of ->: write it on both"),
+        ("(h d) i -> (h d) i", "the lengths of h and d are unknown: pass all but one"),
     ],
 )
 def test_what_is_no_arrangement(text: str, message: str) -> None:
@@ -94,9 +94,9 @@ def test_what_is_no_arrangement(text: str, message: str) -> None:
     [
         (("o i -> i (part o)", "{part}", {}, (6, 13), QKV, {}), r"3 does not fit 13 of \[6, 13\]"),
         (("o i -> i (part o)", "{part}", {}, (6, 13), GROUPED, {}), r"yields \[6, 14\], the param"),
-        (("(part o) i -> i o", "w", {"part": "x"}, (5, 2), GROUPED, {}), "'x', parts has q, k, v"),
+        (("(part o) i -> i o", "w", {"part": "x"}, (5, 2), GROUPED, {}), "no value 'x' of part"),
         (("e o -> o", "w", {"e": "3"}, (5,), {}, {"e": 3}), "e = 3 of 3"),
-        (("part o -> o", "w", {"part": "q"}, (8,), GROUPED, {}), "must be the first of several"),
+        (("part o -> o", "w", {"part": "q"}, (8,), GROUPED, {}), "as the first of several"),
     ],
 )
 def test_what_does_not_fit_a_parameter(case: tuple[Any, ...], message: str) -> None:

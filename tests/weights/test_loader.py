@@ -269,7 +269,7 @@ def unindexed(folder: pathlib.Path) -> None:
         (changed(norm_weight=np.ones(7)), r"norm.weight is \[7\], .* \[10\] \(for norm/scale\)"),
         (
             changed(embed_weight=np.ones((10, 1100))),
-            r'needs \[1100, 10\]: transpose .*"o i -> i o"',
+            r'needs \[1100, 10\]: write .*"o i -> i o"',
         ),
         (changed(norm_weight=np.ones(10, np.int8)), "norm.weight .* is I8, .* norm/scale float32"),
         (unindexed, "index.json names model-00002-of-.*, which is not in the"),
@@ -302,7 +302,7 @@ def without(path: str) -> Any:
         ),
         (
             STACKED.tensors | {"h/attn/kernel": Tensor(FUSED, "i (part o) -> layer i o", QKV)},
-            "h/attn/kernel .* part must be on both sides of ->",
+            "h/attn/kernel .* part is on one side of ->",
         ),
     ],
 )
@@ -322,7 +322,7 @@ def test_tensors_that_are_partly_used_or_shared(folder: pathlib.Path) -> None:
     ):
         load(folder, like=one, names=APART)
     untied = Names({**TIED.tensors, "head/kernel": Tensor("embed.weight", "v i -> i v")})
-    with pytest.raises(ValueError, match=r"parameters take 22000 .* all but one .* tied=True"):
+    with pytest.raises(ValueError, match=r"parameters take 22000 .* tied=True"):
         load(folder, like=tied(), names=untied)
     other = tied() | {"head": {"kernel": np.ones((WIDTH, ROWS), np.float32)}}
     with pytest.raises(ValueError, match=r"head/kernel and embed/embedding are both embed.weight"):

@@ -15,18 +15,18 @@ from zerojax.xla.lines import where
 from zerojax.xla.types import Atom, Equation
 
 MIXES = "combines rows of the batch with each other"
-TAKES = "uses a number computed from all rows within the rows"
+TAKES = "uses a number computed from all rows in each row"
 LOOPS = "loops over the rows and carries numbers along"
-BRINGS = "has an array of the batch's size of its own"
-LASTS = "loops as long as rows of the batch say"
-BENDS = "uses a number computed from all rows within the rows' gradients"
-SIZES = "takes the number of rows both of the micro-batch and of the global batch"
-AFTER = "uses a number computed from all rows within the rows, after their gradients"
-_CREATES = "creates numbers of the batch's size"
-_NUMBERS = "computes with the numbers of rows within the batch, which a micro-batch does not know"
+BRINGS = "is an array of its own with as many rows as the batch"
+LASTS = "runs for a number of steps that depends on rows of the batch"
+BENDS = "uses a number computed from all rows in the rows' gradients"
+SIZES = "uses the number of rows both of the micro-batch and of the global batch"
+AFTER = "uses a number computed from all rows in each row, after the gradients"
+_CREATES = "creates an array with as many rows as the batch"
+_NUMBERS = "computes with row numbers, which a micro-batch does not know"
 UNKNOWN = "is not known to keep rows separate"
-_CALLS = "hands all rows to Python at once, and not each in jax.lax.map"
-_INSIDE = "computes with a number computed from all rows inside a loop"
+_CALLS = "passes all rows to Python at once"
+_INSIDE = "uses a number computed from all rows inside a loop"
 CHOOSES = "chooses what to do with the rows by a number computed from all rows"
 
 OF_ALL_ROWS = MIXES, TAKES, BENDS, AFTER
@@ -35,23 +35,23 @@ OF_ALL_ROWS = MIXES, TAKES, BENDS, AFTER
 UNDIVIDED = "set gradient_accumulation_steps to 1."
 _BY_ROW = "Run it for each row in jax.lax.map, or " + UNDIVIDED
 REMEDIES = {
-    MIXES: "Compute what involves no parameter (a permutation, a mixture of rows) before the step, "
-    "as part of the batch; otherwise " + UNDIVIDED,
-    TAKES: "Use numbers of each row (LayerNorm in place of BatchNorm) or of the batch alone; "
-    "otherwise " + UNDIVIDED,
+    MIXES: "Compute what needs no parameters (a permutation, a mixture of rows) before the step, "
+    "as part of the batch, or " + UNDIVIDED,
+    TAKES: "Use numbers of each row (LayerNorm instead of BatchNorm) or of the batch alone, or "
+    + UNDIVIDED,
     BENDS: "Take the gradient of a sum or a mean over rows, and multiply it by the derivative of "
-    "what follows (0.5 / jnp.sqrt(mean) for a root); otherwise " + UNDIVIDED,
-    AFTER: "Compute it with the parameters before the update; otherwise " + UNDIVIDED,
-    LOOPS: "Let the loop return a value for each row, or carry a sum that begins with zeros; "
-    "otherwise " + UNDIVIDED,
+    "what follows (0.5 / jnp.sqrt(mean) for a root), or " + UNDIVIDED,
+    AFTER: "Compute it with the parameters before the update, or " + UNDIVIDED,
+    LOOPS: "Return a value for each row from the loop, or carry a sum that begins with zeros, or "
+    + UNDIVIDED,
     BRINGS: "Make that array part of the batch.",
-    _CREATES: "Make these numbers part of the batch.",
-    _NUMBERS: "Make the rows' numbers part of the batch.",
+    _CREATES: "Make that array part of the batch.",
+    _NUMBERS: "Make the row numbers part of the batch.",
     LASTS: "Loop a fixed number of times, or for each row in jax.lax.map, or " + UNDIVIDED,
     UNKNOWN: _BY_ROW,
     _CALLS: _BY_ROW,
     _INSIDE: "Compute it outside the loop, or " + UNDIVIDED,
-    CHOOSES: "Choose by what does not depend on the batch, or " + UNDIVIDED,
+    CHOOSES: "Choose by a value that does not depend on the batch, or " + UNDIVIDED,
 }
 """By cause, what to write instead; for other causes, :data:`UNDIVIDED`."""
 

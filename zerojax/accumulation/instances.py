@@ -122,8 +122,8 @@ class _Instance:
                 value = np.asarray(one.val * (self._rows / a) ** power, one.aval.dtype)
                 return cast(Atom, core.Literal(value, one.aval))
         raise UnevenError.with_contrast(
-            f", whose number is {one.val:g} with {a} rows, and {two.val:g} with {b}: not known for "
-            f"{self._rows}"
+            f", whose number is {one.val:g} with {a} rows, {two.val:g} with {b}, and unknown "
+            f"with {self._rows}"
         )
 
     def _check_rule(self) -> None:
@@ -143,9 +143,7 @@ class _Instance:
             )
         if isinstance(value, Both):
             if rows not in self._traced:
-                raise UnevenError.with_contrast(
-                    f", traced for {self._traced} rows and not for {rows}"
-                )
+                raise UnevenError.with_contrast(f", traced for {self._traced} rows, not for {rows}")
             return (value.one, value.two)[self._traced.index(rows)]
         return self._symbolic.rows.at(value, rows) if is_symbolic(value) else value
 

@@ -26,12 +26,12 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, PyTree
 
 _STATE_REMEDY = (
-    "Keep a sum or a mean over rows in the state. What has a row for each of the batch, such as a "
-    "hidden state, is an argument of the batch that the step returns: see batch_argnums."
+    "Keep a sum or a mean over rows in the state. Pass an array with a row for each of the batch, "
+    "such as a hidden state, as an argument of the batch, and return it: see batch_argnums."
 )
 RESULTS_REMEDY = (
-    "Return the sums or means that it follows from, or a number for each row, and finish it "
-    "outside the step; or set gradient_accumulation_steps to 1."
+    "Return the sums or means that it follows from, or a number for each row, and finish the "
+    "computation outside the step; or " + UNDIVIDED
 )
 
 
@@ -168,27 +168,25 @@ def per_micro_batch(
                 remedy = RESULTS_REMEDY
             raise refusal(
                 i,
-                f"depends on what {why} ({kind.problem.where}), so that micro-batches "
-                f"would give other numbers than the global batch. {remedy}",
+                f"depends on {kind.problem.where}, which {why}. Micro-batches would give other "
+                f"numbers than the global batch. {remedy}",
             )
         if i in state:
             if kind.rows or (kind.name == "own" and v not in passed):
-                raise refusal(
-                    i, f"is computed from the rows of the batch themselves. {_STATE_REMEDY}"
-                )
+                raise refusal(i, f"has rows of the batch in it. {_STATE_REMEDY}")
         elif kind.index:
             raise refusal(
                 i,
-                "is computed from the numbers of rows within the batch, which a micro-batch does "
-                "not know. Add them to the batch.",
+                "is computed from row numbers, which a micro-batch does not know. Make them part "
+                "of the batch.",
             )
         elif kind.rows or kind.name == "own":
             averaged = kind.name == "own" and not v.aval.ndim
             if averaged and not jnp.issubdtype(v.aval.dtype, jnp.inexact):
                 raise refusal(
                     i,
-                    f"({v.aval.dtype}) has another value for each, and they cannot be "
-                    "averaged. Return it as a float, or for each row.",
+                    f"({v.aval.dtype}) differs between micro-batches and cannot be averaged. "
+                    "Return it as a float, or for each row.",
                 )
             stacked.append(ByPart(i, kind, averaged))
     return stacked
@@ -206,12 +204,10 @@ def refuse_statistics(roles: Roles, analysis: Analysis, flat: Flat, k: int) -> N
     first = next(own, roles.rest[0])
     raise ValueError(
         f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[first]} keeps "
-        f"statistics with which the rows of the batch compute ({_some(analysis.owners)}), and "
-        "those of a micro-batch are other numbers than those of the global batch. Set "
-        "gradient_accumulation_steps to 1, or use numbers of each row (LayerNorm or GroupNorm). If "
-        "each micro-batch is to have statistics of its own, as in PyTorch, pass "
-        'zerojax.zero(..., accumulate_statistics=True), or "accumulate_statistics": true in the '
-        "JSON."
+        f"statistics that each row is computed with ({_some(analysis.owners)}), and those of a "
+        "micro-batch differ from those of the global batch. Use LayerNorm or GroupNorm; or "
+        "pass zerojax.zero(..., accumulate_statistics=True) to normalise each micro-batch by "
+        f"its own, as PyTorch does; or {UNDIVIDED}"
     )
 
 
@@ -219,16 +215,14 @@ def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
     """Logs which values cannot be the same as on the global batch."""
     if analysis.owners:
         log.warning(
-            "%s: each of the %d micro-batches has statistics of its own rows (%s); those of the "
-            "global batch would be other numbers.",
-            name, k, _some(analysis.owners),
+            "%s: each of the %d micro-batches computes statistics of its own rows (%s), which "
+            "differ from those of the global batch.", name, k, _some(analysis.owners),
         )  # fmt: skip
     if analysis.drawn:
         log.warning(
-            "%s: noise in the batch's shape (%s) is drawn for each of the %d micro-batches anew; "
-            "the global batch would give other numbers. For the same ones make the noise, or a key "
-            "for each row, part of the batch.",
-            name, _some(analysis.drawn), k,
+            "%s: noise in the batch's shape (%s) is drawn anew for each of the %d micro-batches, "
+            "and differs from that of the global batch. To have the same noise, make it, or a key "
+            "for each row, part of the batch.", name, _some(analysis.drawn), k,
         )  # fmt: skip
 
 

@@ -91,9 +91,8 @@ def _number_written_out(error: Exception, global_rows: int, rows: int) -> Uneven
         f"{f' at {place}' if place else ''}: {first.removesuffix('.')}"
     )
     uneven.remedy = (
-        f"Where the step has the {global_rows} rows of the global batch as a number, write the "
-        "array's own (len(x), or -1 in reshape); where it has an array of its own with as many "
-        "rows, make it part of the batch; or set gradient_accumulation_steps to 1."
+        f"Replace the number {global_rows} by the array's own size (len(x), or -1 in reshape); "
+        f"make an array with as many rows part of the batch; or {UNDIVIDED}"
     )
     return uneven
 
@@ -167,9 +166,8 @@ class MicroBatches:
             self._split, analysis = divided or self._divide(symbolic, rows)
         except UnevenError as e:
             raise ValueError(
-                f"{roles.name} cannot be accumulated over {k} micro-batches: what it computes "
-                f"depends on the number of rows that it is given ({e}{e.contrast}). "
-                f"{e.remedy or _REMEDY}"
+                f"{roles.name} cannot be accumulated over {k} micro-batches: it depends on the "
+                f"number of rows ({e}{e.contrast}). {e.remedy or _REMEDY}"
             ) from e
         warn_of_differences(roles.name, analysis, k)
 

@@ -101,7 +101,7 @@ class Checkpointer:
     ) -> None:
         if not isinstance(zero, Zero):
             raise CheckpointError(
-                f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}: write "
+                f"zero: expected zerojax.zero(...), got {type(zero).__name__}: write "
                 "Checkpointer(folder, zerojax.zero(...))"
             )
         self.directory: epath.Path = steps_folder.opened(directory)
@@ -131,8 +131,8 @@ class Checkpointer:
             lock.take()
         except OSError as error:
             raise CheckpointError(
-                f"{self.directory} cannot be written: {error}. Choose another folder; to read "
-                "only, Checkpointer(..., read_only=True)"
+                f"{self.directory} cannot be written: {error}. Choose another folder, or pass "
+                "read_only=True"
             ) from None
         self._lock = lock
 
@@ -200,10 +200,10 @@ class Checkpointer:
         names = [name for name in digests[0] if len({each.get(name) for each in digests}) > 1]
         values = by_value({i: each.get(names[0], "none") for i, each in enumerate(digests)})
         summary = "; ".join(f"{value} in {processes}" for value, processes in values.items())
-        more = f", and so do {len(names) - 1} more arrays" if names[1:] else ""
+        more = f" ({len(names) - 1} more arrays do too)" if names[1:] else ""
         raise CheckpointError(
-            f"{names[0]} of the state differs between the processes: {summary}{more}. Whatever "
-            "changes the state, as state.replace(step=...), must do so in all processes"
+            f"{names[0]} of the state differs between the processes: {summary}{more}. Change "
+            "the state, as in state.replace(step=...), alike in all processes"
         )
 
     def wait(self) -> None:
@@ -292,8 +292,8 @@ class Checkpointer:
                 # The run that writes to the folder removed the step.
                 if step is not None:
                     raise CheckpointError(
-                        f"step {step} was removed while it was read; there are {self.all_steps()}: "
-                        "restore one of these"
+                        f"step {step} was removed while it was read: restore one of "
+                        f"{self.all_steps()}"
                     )
 
     def _with_offer(
@@ -311,14 +311,14 @@ class Checkpointer:
                 unreadable.append(str(other))
                 continue
             return DamagedCheckpointError(
-                f"{error}\nStep {step} looks complete: restore(abstract_state, step={step}). To go "
-                "on saving from there delete later ones first.",
+                f"{error}\nStep {step} looks complete: restore(abstract_state, step={step}), "
+                "and delete later steps before you save again.",
                 step,
             )
         offer = "No other step is complete."
         if unreadable:
             more = f"\nand {len(unreadable) - 1} more" if unreadable[1:] else ""
-            offer = f"Whether another step is complete is not known:\n{unreadable[0]}{more}"
+            offer = f"Other steps cannot be read:\n{unreadable[0]}{more}"
         return DamagedCheckpointError(f"{error}\n{offer}")
 
     def all_steps(self) -> list[int]:
@@ -368,12 +368,11 @@ class Checkpointer:
             calls.note(call)
 
     def _writing(self) -> Writer:
-        if self._read_only:
+        if self._read_only or self._closed:
+            why = "opened with read_only=True" if self._read_only else "closed"
             raise CheckpointError(
-                f"{self.directory} was opened with read_only=True: leave it out to write"
+                f"this Checkpointer of {self.directory} was {why}: make another to write"
             )
-        if self._closed:
-            raise CheckpointError(f"this Checkpointer of {self.directory} was closed: make another")
         if self._lock and not self._lock.take():
             raise CheckpointError(
                 f"another Checkpointer of this process writes to {self.directory}: close it first"
@@ -385,15 +384,14 @@ class Checkpointer:
         has_arrays = any(map(is_array, jax.tree.leaves(state)))
         if state_tree.form_of(state) == "pytree" and not has_arrays:
             raise CheckpointError(
-                f"save takes a state: a TrainState, a tuple (model, optimizer, ...) of NNX, or "
-                f"another pytree of arrays, not {state!r:.100}"
+                "save takes a TrainState, NNX objects (model, optimizer, ...) or another pytree "
+                f"of arrays, not {state!r:.100}"
             )
         later = [s for s in self.all_steps() if s >= step]
         if later:
             raise CheckpointError(
-                f"{self.directory} has step {later[-1]} already, and {step} was to be saved: "
-                "restore the newest step to go on from it, delete(step) those that shall go, or "
-                "choose another folder"
+                f"{self.directory} has step {later[-1]}, so step {step} cannot be saved: restore "
+                "the newest step, delete(step) the later ones, or choose another folder"
             )
 
 
@@ -403,12 +401,11 @@ def _step_number(step: SupportsIndex) -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
-    if number.bit_length() > 63:
-        raise CheckpointError("step: expected an integer number of updates, 0 or more, below 2**63")
-    if number < 0 or isinstance(step, bool):
-        given = repr(step) if isinstance(step, float | int | str) else f"a {type(step).__name__}"
+    is_large = number.bit_length() > 63
+    if number < 0 or is_large or isinstance(step, bool):
+        given = repr(step) if isinstance(step, float | int | str) and not is_large else type(step)
         raise CheckpointError(
-            f"step: expected an integer number of updates, 0 or more, got {given:.60}; write "
-            "save(step, state)"
+            f"step: expected the number of updates, from 0 to 2**63 - 1, got {given!s:.60}; "
+            "write save(step, state)"
         )
     return number

@@ -38,7 +38,7 @@ _REFUSALS = (
 )  # fmt: skip
 """Numbers of errors with which the operating system refuses to read."""
 
-_REMEDY = "look at permissions, the limit on open files (ulimit -n), memory and the file system"
+_REMEDY = "check permissions, open files (ulimit -n), memory and the file system"
 
 
 def reason(error: BaseException) -> str:
@@ -59,8 +59,9 @@ def cannot_be_read(what: object, error: BaseException) -> CheckpointError:
     for cause in _causes(error):
         if _is_refusal(cause):
             return CheckpointError(
-                f"{summary} on {socket.gethostname()}: {reason(cause)[:_MAX_QUOTED]}. The system "
-                f"refused, which is no sign of damage: {_REMEDY}, and try again; delete nothing"
+                f"{summary} on {socket.gethostname()}: {reason(cause)[:_MAX_QUOTED]}. The "
+                f"system refused to read, so this is no sign of damage: {_REMEDY}, and try "
+                "again"
             )
     return DamagedCheckpointError(
         f"{summary}: {type(error).__name__}: {reason(error)[:_MAX_QUOTED]}"

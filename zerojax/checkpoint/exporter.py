@@ -77,7 +77,7 @@ def export(
     config_texts = {} if config is None else config_files(config)
     _check_free(out, overwrite)
     if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
-        raise CheckpointError(f"{out} is within the checkpoint {checkpoint}: choose another OUT")
+        raise CheckpointError(f"{out} is inside the checkpoint {checkpoint}: choose another folder")
     saved = find(checkpoint, step)
     leaves = parameters(saved)
     linked, texts = rename(leaves, names, saved)
@@ -103,8 +103,8 @@ def export(
     except OSError as error:
         needed = sum(tensor.nbytes for tensor in tensors)
         raise CheckpointError(
-            f"{out} cannot be written: {error}; choose another folder, with room for "
-            f"{needed:,} bytes"
+            f"{out} cannot be written: {error}; choose another folder, with room for {needed:,} "
+            "bytes"
         ) from error
     return Exported(
         files=tuple(sorted(file.name for file in out.iterdir())),
@@ -131,7 +131,7 @@ def _written(
         raise CheckpointError(str(error)) from error
     if saved.record and checksum % 2**32 != saved.record.leaves[leaf.name].checksum:
         raise DamagedCheckpointError(
-            f"{saved.item}: {leaf.name} holds other numbers than were saved: export another step"
+            f"{saved.item}: {leaf.name} differs from what was saved: export another step"
         )
 
 
@@ -164,14 +164,13 @@ def _bytes(size: int | str) -> int:
         unit = match[2] or " "
         value = int(float(match[1]) * (1024 if "I" in unit else 1000) ** " KMGT".index(unit[0]))
     if value < 1:
-        raise CheckpointError(f'max_shard_size {size!r}: give bytes, or a size such as "5GB"')
+        raise CheckpointError(f'max_shard_size {size!r}: pass bytes, or a size such as "5GB"')
     return value
 
 
 def _check_free(out: pathlib.Path, overwrite: bool) -> None:
     if not out.exists():
         return
-    if not out.is_dir():
-        raise CheckpointError(f"{out} is a file: choose another folder")
-    if not overwrite and any(out.iterdir()):
-        raise CheckpointError(f"{out} is not empty: choose another folder, or empty this one")
+    if not out.is_dir() or (not overwrite and any(out.iterdir())):
+        what = "not empty" if out.is_dir() else "a file"
+        raise CheckpointError(f"{out} is {what}: choose another folder")

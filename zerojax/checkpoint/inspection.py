@@ -166,7 +166,7 @@ def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
     except CheckpointError as error:
         if unfinished := _unfinished(root):
             raise CheckpointError(
-                f"{error}. {', '.join(unfinished)} is being saved, or a killed run left it"
+                f"{error}. {', '.join(unfinished)} is being saved, or was left by a killed run"
             ) from None
         raise
 
@@ -209,7 +209,7 @@ class StepInspector:
                 with self._noted():
                     self.arrays.append(self._saved.array(name))
         if not (self._record or self._problems or self._notes):
-            self._notes.append(f"no {records.FILE}, as with plain orbax: nothing to compare with")
+            self._notes.append(f"no {records.FILE} (saved by plain orbax): nothing to compare with")
 
     def read(self) -> Iterator[int]:
         """Reads every array and compares it with the record; yields the bytes of each block."""
@@ -233,9 +233,7 @@ class StepInspector:
         if not alike(array, recorded):
             self._problems.append(f"{self._saved.item}: {differs(array, recorded)}")
         elif checksum != recorded.checksum:
-            self._problems.append(
-                f"{self._saved.item}: {array.name} holds other numbers than were saved"
-            )
+            self._problems.append(f"{self._saved.item}: {array.name} differs from what was saved")
 
     def result(self, quick: bool) -> InspectedStep:
         """Returns the step as inspected so far; ``quick`` if :meth:`read` was skipped."""

@@ -52,8 +52,8 @@ def parameters(saved: SavedStep) -> dict[str, SavedArray]:
     }
     if not by_path:
         raise CheckpointError(
-            f"{saved.item} has nothing under {'.'.join(prefix)!r}, it has {', '.join(roots)}: "
-            "export takes the parameters of a TrainState or of nnx.state((model, optimizer))"
+            f"{saved.item} has {', '.join(roots)}, and nothing under {'.'.join(prefix)!r}: "
+            "export the parameters of a TrainState or of nnx.state((model, optimizer))"
         )
     streams = _streams(by_path)
     return {

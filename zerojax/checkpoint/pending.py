@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -205,28 +204,20 @@ def _check_arrays(tree: PyTree) -> None:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [".".join(state_tree.strings(keys)) for keys, _ in leaves]
-    if duplicates := {name for name, n in Counter(names).items() if n > 1}:
-        raise CheckpointError(
-            f"{', '.join(sorted(duplicates))}: two arrays have this name, "
-            "as orbax joins keys with dots: take the dot out of a key"
-        )
     for name, (_, x) in zip(names, leaves, strict=True):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            raise CheckpointError(
-                f"{name} is abstract, {x}: save a state with arrays, as zero.init returns it"
-            )
-        x = unwrap_stored(x)
-        if isinstance(x, jax.Array | DiskArray) and x.is_deleted():
-            raise CheckpointError(
-                f"{name} was donated to a step: save the state that the step returned"
-            )
-        if isinstance(x, DiskArray) and x.leaf.half:
-            raise CheckpointError(x.leaf.interrupted)
-        if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
-            raise CheckpointError(
-                f"{name} is only this process's: save a state that zero.init or a decorated "
-                "step returned"
-            )
+        problem, held = None, unwrap_stored(x)
+        if names.count(name) > 1:
+            problem = "is the name of two arrays, as orbax joins keys with dots: rename a key"
+        elif isinstance(x, jax.ShapeDtypeStruct):
+            problem = f"is abstract, {x}: save a state with arrays, such as zero.init returns"
+        elif isinstance(held, jax.Array | DiskArray) and held.is_deleted():
+            problem = "was donated to a step: save the state that the step returned"
+        elif isinstance(held, DiskArray) and held.leaf.half:
+            problem = f"cannot be saved: {held.leaf.interrupted}"
+        elif jax.process_count() > 1 and getattr(held, "is_fully_addressable", True):
+            problem = "is only this process's: save a state that zero.init or a step returned"
+        if problem:
+            raise CheckpointError(f"{name} {problem}")
 
 
 def _array(x: object) -> jax.Array | DiskArray | StoredArray:

@@ -89,7 +89,7 @@ def call_and_gather(
         messages = [json.loads(text) for text in exchange(name, json.dumps(message), seconds)]
     except ProcessesMissing as missing:
         raise own_error or CheckpointError(
-            f"{missing}. All processes make a Checkpointer, save and restore together"
+            f"{missing}. Make a Checkpointer, save and restore in all processes together"
         ) from None
     failed = {i: x.get("damaged") or x["error"] for i, x in enumerate(messages) if "word" not in x}
     if not failed:
@@ -155,9 +155,8 @@ def _look_for(file: epath.Path, what: str, seconds: float) -> None:
     while not file.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{what} is not seen on {socket.gethostname()} after {seconds:g} s: give all "
-                "processes one folder on a file system that their hosts share (NFS, Lustre, "
-                "a mounted bucket)"
+                f"{what} is not visible on {socket.gethostname()} after {seconds:g} s: put the "
+                "folder on a file system that all hosts share (NFS, Lustre, a mounted bucket)"
             )
         next(iter(file.parent.glob("*")), None)  # NFS refreshes its listing
         time.sleep(0.05)

@@ -134,14 +134,12 @@ def read(folder: epath.Path) -> Record | None:
         return None
     except UNREADABLE as error:
         raise cannot_be_read(file, error) from None
-    if digest != computed_digest:
-        raise DamagedCheckpointError(f"{file} is not as it was written: its sha256 differs")
-    if type(version) is not int or version < 1:
-        raise DamagedCheckpointError(f"{file} has format {version!r:.50}, which is no number")
+    if digest != computed_digest or type(version) is not int or version < 1:
+        raise DamagedCheckpointError(f"{file} was changed after the save: its sha256 differs")
     if version > FORMAT:
         raise CheckpointError(
-            f"{file} has format {version!r:.50}, this zerojax reads up to {FORMAT}: update zerojax "
-            f"(the state itself is orbax's: {folder / 'state'})"
+            f"{file} has format {version}, this zerojax reads up to {FORMAT}: update zerojax, "
+            f"or read the state by orbax ({folder / 'state'})"
         )
     try:
         return Record.model_validate(body)
@@ -181,7 +179,7 @@ def find_changes(folder: epath.Path, record: Record) -> list[CheckpointError]:
     if steps_folder.number(folder.name) not in (None, record.step):
         problems.append(
             DamagedCheckpointError(
-                f"{folder / FILE} is of step {record.step}: name the folder {record.step} again"
+                f"{folder / FILE} is of step {record.step}: rename the folder to {record.step}"
             )
         )
     try:
@@ -199,7 +197,7 @@ def find_changes(folder: epath.Path, record: Record) -> list[CheckpointError]:
         elif file.crc32 is not None:
             try:
                 if _crc32(folder / name) != file.crc32:
-                    problem = "is not as it was written: its CRC differs"
+                    problem = "was changed after the save: its CRC differs"
             except (OSError, ValueError) as error:
                 problems.append(cannot_be_read(folder / name, error))
         if problem:
@@ -244,20 +242,20 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     """
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise CheckpointError(
-            f"{path}: an integer of {value.bit_length():,} bits: JSON readers stop at about "
-            f"{_MAX_BITS:,}: write hex(x)"
+            f"{path} has {value.bit_length():,} bits, more than JSON readers take ({_MAX_BITS:,}): "
+            "write hex(x)"
         )
     if isinstance(value, bool | int | float | str | None):
         return value
     if level > _MAX_DEPTH:
         raise CheckpointError(
-            f"{path:.60}...: more than {_MAX_DEPTH} levels of lists and mappings: flatten it"
+            f"{path:.60}... has more than {_MAX_DEPTH} levels of lists and mappings: flatten it"
         )
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:
                 raise CheckpointError(
-                    f"{path}: the key {key!r} is no string of JSON's own: use another string"
+                    f"{path}: the key {key!r} cannot be stored as JSON: use another string"
                 )
         return {
             key: encode_json(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()

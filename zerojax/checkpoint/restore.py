@@ -189,8 +189,8 @@ def _on_disk(
 def _check_arrays(params: PyTree) -> None:
     if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
-            "restore takes an abstract state, or the parameters of one, not a "
-            f"{type(params).__name__}: write restore(zero.abstract_state(create_state, key))"
+            f"restore takes an abstract state or its parameters, not a {type(params).__name__}: "
+            "write restore(zero.abstract_state(create_state, key))"
         )
 
 
@@ -350,7 +350,7 @@ def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
     wrong = [name for name, x in checksums.items() if recorded and x != recorded[name].checksum]
     if wrong:
         raise DamagedCheckpointError(
-            f"{saved.item} holds other numbers than were saved: {', '.join(sorted(wrong))}"
+            f"{saved.item} differs from what was saved: {', '.join(sorted(wrong))}"
         )
 
 
@@ -367,8 +367,8 @@ def _check_kind(path: Path, x: jax.Array | StoredArray, struct: jax.ShapeDtypeSt
     """Raises CheckpointError for PRNG keys of another kind, or where only one of both is keys."""
     if x.dtype != struct.dtype and (is_key(x) or is_key(struct)):
         raise CheckpointError(
-            f"{'.'.join(path)}: {x.dtype} was saved, {struct.dtype} is wanted: make the state with "
-            "keys of the same kind"
+            f"{'.'.join(path)} was saved as {x.dtype}, and the state has {struct.dtype}: make the "
+            "state with the same kind of keys"
         )
 
 

@@ -38,18 +38,18 @@ class Retention:
         are_ints = all(type(n) is int for n in (self.keep or 1, self.keep_best))
         if not are_ints or (self.keep is not None and self.keep < 1) or self.keep_best < 0:
             raise CheckpointError(
-                f"keep={self.keep!r}, keep_best={self.keep_best!r}: integers, and keep at "
-                "least 1 step, or None for all"
+                f"keep={self.keep!r}, keep_best={self.keep_best!r}: pass integers, and for keep at "
+                "least 1, or None to keep all"
             )
         if bool(self.keep_best) != (self.metric is not None) or (
             self.keep_best and self.keep is None
         ):
             raise CheckpointError(
-                f"keep={self.keep}, keep_best={self.keep_best}, metric={self.metric!r}: the best "
-                "steps are kept besides the newest, by a metric: give all three"
+                f"keep={self.keep}, keep_best={self.keep_best}, metric={self.metric!r}: pass all "
+                "three to keep the best steps by a metric"
             )
         if self.mode not in _WORST:
-            raise CheckpointError(f"mode={self.mode!r}: one of {', '.join(_WORST)}")
+            raise CheckpointError(f"mode={self.mode!r}: pass {' or '.join(_WORST)}")
 
     def checked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         """Returns a step's metrics as floats.
@@ -57,15 +57,15 @@ class Retention:
         Raises:
           CheckpointError: a metric is not a number, or ``metric`` is missing.
         """
+        if not isinstance(metrics, Mapping | None):
+            raise CheckpointError(f"metrics={metrics!r}: pass numbers by name")
         if self.metric is not None and self.metric not in (metrics or {}):
             raise CheckpointError(
-                f"step {step} has no metric {self.metric!r}, by which the best are kept: "
+                f"step {step} has no metric {self.metric!r} to keep the best steps by: pass "
                 f"save(..., metrics={{{self.metric!r}: ...}})"
             )
         if metrics is None:
             return None
-        if not isinstance(metrics, Mapping):
-            raise CheckpointError(f"metrics={metrics!r}: give numbers by name")
         return {name: _number(name, value) for name, value in metrics.items()}
 
     def score(self, metrics: Mapping[str, float]) -> float:
@@ -100,9 +100,7 @@ def _number(name: str, value: SupportsFloat | str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(
-            f"metrics[{name!r}]: give a number, of a float's range: {error}"
-        ) from None
+        raise CheckpointError(f"metrics[{name!r}]: pass a number ({error})") from None
 
 
 def _metrics(folder: epath.Path) -> Mapping[str, float] | None:

@@ -79,7 +79,7 @@ class SavedArrays:
             raise cannot_be_read(self.folder, error) from None
         if item is None:
             raise DamagedCheckpointError(
-                f"{self.folder} holds no arrays ({STATE}/{_METADATA} or the like): {listing}"
+                f"{self.folder} holds no arrays ({STATE}/{_METADATA}): {listing}"
             )
         self.item = item
         try:
@@ -240,9 +240,9 @@ class SavedStep(SavedArrays):
             return
         processes = self.record.processes
         raise CheckpointError(
-            f"{self.folder}: {processes} processes saved it, each an extra of its own, and "
-            f"{count} would read it. Read what each saved, extra(process=0) to "
-            f"extra(process={processes - 1}), and divide it anew"
+            f"{self.folder}: {processes} processes each saved an extra, and {count} processes "
+            f"restore. Read them by extra(process=0) to extra(process={processes - 1}), and "
+            "divide them"
         )
 
     @property
@@ -320,8 +320,8 @@ def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
     by_step = steps_folder.folders(root)
     if not by_step:
         raise CheckpointError(
-            f"{root} holds no checkpoint: {contents(root)}; expected folders named by step, as "
-            "100/: check the path, or save first"
+            f"{root} holds no checkpoint ({contents(root)}): pass a folder of steps named by "
+            "number, such as 100/, or save first"
         )
     if step is not None and step not in by_step:
         raise CheckpointError(f"{root} has no step {step}; it has {', '.join(map(str, by_step))}")

@@ -62,12 +62,11 @@ def path_of(path: str | os.PathLike[str]) -> epath.Path:
     """
     text = os.fspath(path)
     if refused := [reason for character, reason in _REFUSED.items() if re.search(character, text)]:
-        raise CheckpointError(f"directory: {text!r:.300} has {refused[0]}: choose a name without")
+        raise CheckpointError(f"directory: {text!r:.300} has {refused[0]}: choose another name")
     folder = _Folder(text)
     if text.startswith("/") and "://" in os.fspath(folder):
         raise CheckpointError(
-            f"directory: etils takes {text} for the URL {folder}: give the folder another name, as "
-            "by a symbolic link"
+            f"directory: etils reads {text} as the URL {folder}: rename the folder, or link to it"
         )
     return folder
 
@@ -80,7 +79,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     """
     path = os.fspath(directory)
     if not path:
-        raise CheckpointError("directory: the empty path names no folder; give one, as run/steps")
+        raise CheckpointError("directory is empty: name a folder, such as run/steps")
     # pathlib turns "gs://" into "gs:/".
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", path)
     if not url:
@@ -89,9 +88,9 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     if scheme == "gs":
         return require_answer(path_of(f"gs://{rest}"))
     raise CheckpointError(
-        f"directory: {path} is a URL ({scheme}://); orbax writes only to folders and to gs://. "
-        f"Give a local folder, /{rest} for file://, or a mounted folder of the store. (A folder of "
-        f"that name is ./{path}.)"
+        f"directory: {path} is a URL ({scheme}://), and orbax writes only to folders and to "
+        f"gs://. Pass a local folder (/{rest} for file://, ./{path} for that name), or a "
+        "mounted one"
     )
 
 
@@ -108,8 +107,8 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
         import gcsfs  # noqa: F401
     except ImportError:
         raise CheckpointError(
-            f"directory: {path} is a bucket, which gcsfs lists: pip install -e '.[bucket]'; or "
-            "mount the bucket with gcsfuse and give that folder"
+            f"directory: {path} needs gcsfs: pip install -e '.[bucket]'; or mount the bucket with "
+            "gcsfuse and pass that folder"
         ) from None
     # Tensorstore and other processes write to the bucket too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
@@ -123,8 +122,8 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
     asking.join(seconds)
     if asking.is_alive():
         raise CheckpointError(
-            f"directory: {path} does not answer within {seconds:g} s: look at the network, and at "
-            "the credentials (`gcloud storage ls` lists the bucket where both are right)"
+            f"directory: {path} does not answer within {seconds:g} s: check the network and the "
+            "credentials (`gcloud storage ls`)"
         )
     return path
 

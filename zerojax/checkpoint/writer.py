@@ -262,9 +262,8 @@ class Lock:
             if holder == _this_process():
                 return False
             raise CheckpointError(
-                f"another run writes to {self._directory} ({holder or 'unknown process'}): give "
-                "this one a folder of its own, or stop the other; to read only, "
-                "Checkpointer(..., read_only=True)"
+                f"another run writes to {self._directory} ({holder or 'unknown process'}): "
+                "stop it, choose another folder, or pass Checkpointer(..., read_only=True)"
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, _this_process().encode(), 0)
@@ -282,8 +281,7 @@ class Lock:
             what = "gone"
         raise CheckpointError(
             f"{self._directory} was removed or replaced while this run saved there: its lock, "
-            f"{LOCK}, is {what}, and another run may write there. Nothing was saved now: make a "
-            "new Checkpointer, of this folder or of another one"
+            f"{LOCK}, is {what}. Nothing was saved: make a new Checkpointer"
         )
 
     def release(self) -> None:

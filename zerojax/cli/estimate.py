@@ -40,7 +40,7 @@ def estimate(
     The formulas do not count activations, logits and gathered parameters.
     """
     if (params is None) == (model is None) or (model and largest_layer is not None):
-        wrong_input("give either --params, with or without --largest-layer, or --model")
+        wrong_input("pass either --params, with or without --largest-layer, or --model")
     from zerojax.cli.estimate_run import run  # imports JAX
 
     run(

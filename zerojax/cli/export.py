@@ -99,19 +99,17 @@ def _function(path: str) -> Names:
     from zerojax.checkpoint import CheckpointError
 
     module, _, name = path.partition(":")
-    if not module or not name:
-        raise CheckpointError(f"--names {path}: give MODULE:FUNCTION")
+    module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"--names {path}: {error} (looked in PYTHONPATH and the current folder): run in its "
-            "folder, or set PYTHONPATH"
+            f"--names {path}: {error} (looked in PYTHONPATH and the current folder): pass "
+            "MODULE:FUNCTION, and set PYTHONPATH"
         ) from error
     if not callable(found) and not isinstance(found, weights.Names | Mapping):
-        raise CheckpointError(
-            f"--names {path}: {type(found).__name__} is neither a function nor a map of names"
-        )
+        what = type(found).__name__
+        raise CheckpointError(f"--names {path}: {what} is neither a function nor a map of names")
     return found  # type: ignore[no-any-return]
 
 

@@ -68,7 +68,7 @@ def fit(
     Exits with 0, with 3 if nothing fits, and with 2 for bad input.
     """
     if out is not None and (out.is_dir() or not os.access(out.resolve().parent, os.W_OK)):
-        wrong_input(f"--out {out}: no file can be written there; create its folder first")
+        wrong_input(f"--out {out} cannot be written: create its folder first")
     stood_in = stand_ins(auto or [])
     try:
         text_of(config)

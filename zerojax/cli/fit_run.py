@@ -75,8 +75,8 @@ def run(
             wrong_input(message)
     if fitted.unseen:
         typer.echo(
-            f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}). Not "
-            f"tried: {listed(fitted.unseen)}.",
+            f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}), "
+            f"before it tried {listed(fitted.unseen)}.",
             err=True,
         )
     if asked.as_json:
@@ -91,8 +91,8 @@ def run(
         if fitted.choice.remat:
             option = "remat" if fitted.choice.remat is True else "remat_policy"
             typer.echo(
-                f"{option} is an option of the model, not of the JSON: set {fitted.choice.remat!r} "
-                "there."
+                f"{option} is an option of the model, not of the JSON: set "
+                f"{fitted.choice.remat!r} there."
             )
         for sentence in about_stages(fitted.ranking):
             typer.echo(sentence)

@@ -92,8 +92,8 @@ def launch(
         for word in script[1:]:
             if word.partition("=")[0] in option_names - {"-m"}:
                 typer.echo(
-                    f"zerojax launch: {word} stands behind the script: an argument of the script, "
-                    "not of the launch",
+                    f"zerojax launch: {word} comes after the script, and is passed to it, not to "
+                    "launch",
                     err=True,
                 )
         cluster = Cluster(slurm, kubernetes)
@@ -115,7 +115,7 @@ def launch(
             placement = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
             if any(option is not None for option in placement):
                 raise UsageError(
-                    f"{cluster.chosen()} places the processes: leave out --hostfile, --include, "
+                    f"{cluster.chosen()} places the processes: remove --hostfile, --include, "
                     "--exclude, --node-rank, --coordinator and --mpi"
                 )
             status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
@@ -127,8 +127,8 @@ def launch(
         elif include or exclude:
             if not find_gpus():
                 raise UsageError(
-                    "--include and --exclude choose GPUs, and this machine has none: leave them "
-                    "out, or give a --hostfile"
+                    "--include and --exclude choose GPUs, and this machine has none: remove them, "
+                    "or pass a --hostfile"
                 )
             hosts = select([Host("localhost", tuple(range(len(find_gpus()))))], include, exclude)
         counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, find_gpus)
@@ -143,8 +143,8 @@ def launch(
             node = _node(node_rank or 0, counts, coordinator, hosts, local_gpus, environ)
             if len(counts) > 1 and max_restarts:
                 raise UsageError(
-                    "--max-restarts with --node-rank: the machines must restart together; "
-                    "give it to what starts them (--hostfile with mpirun, Slurm, Kubernetes)"
+                    "--max-restarts restarts all machines together, and --node-rank starts one: "
+                    "use --hostfile with mpirun, Slurm or Kubernetes"
                 )
             if node.gpus is not None:
                 local_gpus = [gpu for gpu in local_gpus if gpu.name in node.gpus]
@@ -214,8 +214,8 @@ def _counts(
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
             raise UsageError(
-                f"--num-nodes {num_nodes}: {len(hosts)} hosts are left; give at most that, or add "
-                "hosts to the hostfile"
+                f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts: lower it, or add "
+                "hosts"
             )
         hosts = hosts[:num_nodes]
     elif max(num_nodes or 1, len(counts)) > 1 and node_rank is None:
@@ -225,17 +225,19 @@ def _counts(
         counts *= machines
     if counts and len(counts) != machines:
         raise UsageError(
-            f"--nproc-per-node {given}: {machines} machines; give one number, or one a machine"
+            f"--nproc-per-node {given} on {machines} machines: pass one number, or one a machine"
         )
     if node_rank is not None and node_rank >= machines:
-        raise UsageError(f"--node-rank {node_rank}: {machines} machines are 0 to {machines - 1}")
+        raise UsageError(
+            f"--node-rank {node_rank} must be below {machines}, the number of machines"
+        )
     if hosts is None:
         return counts or (len(gpus_here()) or 1,) * machines
     for host, count in zip(hosts, counts, strict=bool(counts)):
         if count > len(host.slots):
             raise UsageError(
-                f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots; give at most "
-                f"that, or write slots={count} in the hostfile"
+                f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots: lower it, or "
+                f"write slots={count} in the hostfile"
             )
     return counts or tuple(len(host.slots) for host in hosts)
 
@@ -259,8 +261,8 @@ def _node(
         return Node(rank, counts, address)
     if slots[-1] >= len(here):
         raise UsageError(
-            f"{hosts[rank].name} has slots up to {slots[-1]}, but this machine has "
-            f"{len(here) or 'no'} GPUs; JAX_PLATFORMS=cpu starts processes on CPUs"
+            f"{hosts[rank].name} has slots up to {slots[-1]}, and this machine {len(here)} GPUs: "
+            "correct the hostfile, or set JAX_PLATFORMS=cpu"
         )
     return Node(rank, counts, address, tuple(here[slot].name for slot in slots))
 

@@ -29,7 +29,7 @@ class Cluster(NamedTuple):
           UsageError: Several options were given.
         """
         if self.slurm is not None and self.image is not None:
-            raise UsageError("give one of --slurm and --kubernetes")
+            raise UsageError("--slurm and --kubernetes are both given: remove one")
         if self.slurm is not None:
             return "--slurm"
         return None if self.image is None else "--kubernetes"
@@ -46,8 +46,7 @@ def start(
     """Submits a job to the cluster, or prints the submission; returns the exit status."""
     if nproc_per_node is None or not re.fullmatch("[1-9][0-9]{0,5}", nproc_per_node):
         raise UsageError(
-            f"{cluster.chosen()} needs --nproc-per-node N: how many processes, and GPUs, each "
-            "machine runs"
+            f"{cluster.chosen()} needs --nproc-per-node N, the processes (and GPUs) of each machine"
         )
     count = int(nproc_per_node)
     if cluster.slurm is not None:

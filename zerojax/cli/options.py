@@ -86,8 +86,8 @@ def check_picture(path: Path) -> None:
       ImportError: matplotlib is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"--picture {path}: give a file that ends in {' or '.join(SUFFIXES)}")
+        raise ValueError(f"--picture {path}: name a file that ends in {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
-        raise ValueError(f"--picture {path}: there is no folder {path.parent}; create it first")
+        raise ValueError(f"--picture {path}: {path.parent} does not exist; create it first")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--picture needs matplotlib: pip install -e '.[examples]'")

@@ -136,12 +136,11 @@ def plan(
     extra = {"--weights": weights is not None, "--quantize": quantize is not None}
     for option, is_given in (extra if generate is None else options).items():
         if is_given:
-            wrong_input(
-                f"{option} has no effect {'without' if generate is None else 'beside'} --generate: "
-                "leave it out" + (", or add --generate N" if generate is None else "")
-            )
+            where = "without" if generate is None else "beside"
+            remedy = ", or add --generate N" if generate is None else ""
+            wrong_input(f"{option} has no effect {where} --generate: remove it{remedy}")
     if picture is not None and collectives:
-        wrong_input("--picture draws memory, which --collectives leaves out: pass one of them")
+        wrong_input("--picture draws memory, which --collectives does not compute: remove one")
     try:
         if picture is not None:
             check_picture(picture)

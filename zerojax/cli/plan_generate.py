@@ -96,8 +96,8 @@ def _abstract(
         return state[0], None
     if model is None:
         raise TypeError(
-            "--generate takes a function that returns a flax model; this one returns a "
-            "zerojax.Workload without one: write zerojax.Workload(..., model=model)"
+            "--generate needs a flax model, and the function returns a zerojax.Workload without "
+            "one: write zerojax.Workload(..., model=model)"
         )
     return model, state.params
 

@@ -34,7 +34,7 @@ def forecasts(
         try:
             found[name] = forecast(choice)
         except ConfigError as error:
-            refused.append(f"not drawn: {name}, which this config cannot have: {error}")
+            refused.append(f"not drawn: {name}, which the config does not allow: {error}")
     return found, refused
 
 

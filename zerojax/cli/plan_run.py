@@ -142,6 +142,6 @@ def _kept(
     if not takes_policy(function):
         raise ValueError(f"--remat-policy: model {model!r} takes no `remat` and `remat_policy`")
     if remat is False:
-        raise ValueError("--remat-policy: what blocks keep with remat; leave out --no-remat")
+        raise ValueError("--remat-policy and --no-remat exclude each other: remove one")
     remat_policy(policy)
     return policy

@@ -163,9 +163,9 @@ def _about_recomputing(planned: Planned) -> Iterator[str]:
     cause = f"XLA does so where it estimates that a program needs more than {size(limit)}"
     if recomputed:
         yield (
-            f"warning: XLA computes {recomputed} values again to save memory, "
+            f"warning: XLA recomputes {recomputed} values to save memory, "
             f"{size(forecast.bytes_again)} and {duration(forecast.seconds_again)} of a step; "
-            f"{cause}: take a smaller micro-batch, offload, or let blocks keep less (--remat, or "
+            f"{cause}: lower the micro-batch, offload, or let blocks keep less (--remat, or "
             "the policy that `zerojax fit` finds)"
         )
     elif NEAR * limit < forecast.peak.bytes <= limit:

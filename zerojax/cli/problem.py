@@ -42,7 +42,7 @@ def explain_error(error: Exception, doing: str = "") -> str | None:
         return f"{doing}: XLA does not compile it. {remedy}\n{cause.rstrip()}"
     if isinstance(error, RuntimeError) and _TOO_LARGE in str(error):
         shape = str(error).partition(_TOO_LARGE)[2].rstrip(".")
-        return f"{doing}: an array of {shape} is larger than XLA allows: give fewer tokens or rows"
+        return f"{doing}: an array of {shape} is larger than XLA allows: pass fewer tokens or rows"
     if (frame := last_frame(error)) is not None:
         return f"{doing}:\n{type(error).__name__}: {error}\n{_place(frame)}"
     if not isinstance(error, ValueError | TypeError | ImportError):

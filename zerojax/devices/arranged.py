@@ -65,8 +65,8 @@ def check_stages(given: Mesh, stages: int | None, words: str = "") -> None:
     axis, sizes = shard_axis(given), dict(given.shape)
     data = devices_of_stage(found * sizes[axis], stages, words)
     raise ConfigError(
-        f"{words or f'pipeline.stages = {stages}'}, but the mesh given, {sizes}, has "
-        f"{found if found > 1 else 'no'} pipeline stages: leave out one of them, or make the mesh "
+        f"{words or f'pipeline.stages = {stages}'}, and the mesh {sizes} has "
+        f"{found if found > 1 else 'no'} pipeline stages: remove one of them, or make the mesh "
         f"with zerojax.mesh(axes={ {STAGE: stages} | sizes | {STAGE: stages, axis: data} })"
     )
 
@@ -89,8 +89,8 @@ def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
     if devices * shared % size or size % shared:
         fits = [n * shared for n in range(1, devices + 1) if devices % n == 0]
         raise ConfigError(
-            f"{words or f'{_MICS} = {size}'} does not divide the {devices * shared} devices of the "
-            f"{zero_axis(given)!r} axis into equal groups: take one of {fits}"
+            f"{words or f'{_MICS} = {size}'} does not divide the {devices * shared} devices of "
+            f"the axis {zero_axis(given)!r} into equal groups: write one of {fits}"
         )
     size //= shared
     shape, names = given.devices.shape, given.axis_names
@@ -111,7 +111,7 @@ def check_groups(given: Mesh, size: int, words: str = "") -> None:
     devices = axis_size(given, zero_axis(given))
     if 0 < size != devices:
         raise ConfigError(
-            f"{words or f'{_MICS} = {size}'}, but the mesh given, {dict(given.shape)}, has shard "
-            f"groups of {devices} (its {zero_axis(given)!r} axis): leave out one of them, or make "
-            f"the mesh with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
+            f"{words or f'{_MICS} = {size}'}, and the mesh {dict(given.shape)} has shard groups "
+            f"of {devices} ({zero_axis(given)!r}): remove one of them, or make the mesh with "
+            f"zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
         )

@@ -61,15 +61,14 @@ def mesh(
     existing = jax.devices()
     if devices is not None and not isinstance(devices, int | np.integer):
         raise TypeError(
-            f"devices={devices!r:.60}: expected the number of devices, zerojax.mesh(8); axes go "
-            'into axes="data=4,model=2"'
+            f"devices={devices!r:.60}: pass the number of devices, zerojax.mesh(8), or "
+            'axes="data=4,model=2"'
         )
     if devices is not None and not 0 < devices <= len(existing):
         raise ValueError(
             f"{devices} devices asked for, but there are {len(existing)} ({existing[0].platform}). "
-            "Ask for fewer; for virtual CPU devices set "
-            "jax.config.update('jax_num_cpu_devices', N) before JAX is first used; for devices "
-            "that are not there use zerojax.topology(...)."
+            "Pass fewer; for virtual CPU devices set jax.config.update('jax_num_cpu_devices', N) "
+            "before JAX is first used; for absent devices use zerojax.topology(...)."
         )
     chosen = existing[:devices]
     hosts = {getattr(device, "slice_index", device.process_index) for device in chosen}
@@ -91,8 +90,7 @@ def parse_axes(text: str) -> dict[str, int]:
     sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
     if len(sizes) < len(pairs):
         raise ValueError(
-            f"axes {text!r}: give each axis of the mesh once, with its number of devices, "
-            'outermost first: "data=4,model=2"'
+            f'axes {text!r}: give each axis once, with its number of devices: "data=4,model=2"'
         )
     return sizes
 
@@ -120,35 +118,34 @@ def axis_sizes(
         replicas = hosts if replicas == "hosts" else replicas
         if axes is not None:
             raise ValueError(
-                f"replicas={replicas!r} and axes={axes!r} both lay out the devices: pass one. "
-                f"With further axes write axes={{{REPLICA!r}: ..., {AXIS!r}: ..., ...}}."
+                f"replicas={replicas!r} and axes={axes!r} are both given: pass one, such as "
+                f"axes={{{REPLICA!r}: ..., {AXIS!r}: ...}}."
             )
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ValueError(
-                f'replicas={replicas!r}: expected the number of replica groups, or "hosts" for one '
-                "on each host"
+                f'replicas={replicas!r}: pass the number of replica groups, or "hosts" for one on '
+                "each host"
             )
         if devices % replicas:
             fits = [n for n in range(1, devices + 1) if devices % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - replicas))[:2])
             raise ValueError(
-                f"replicas={replicas} does not divide the {devices} devices into equal groups: "
-                f"take {' or '.join(map(str, near))}"
+                f"replicas={replicas} does not divide {devices} devices into equal groups: pass "
+                f"{' or '.join(map(str, near))}"
             )
         return {REPLICA: replicas, AXIS: devices // replicas}
     axes = parse_axes(axes) if isinstance(axes, str) else axes
     if axes is not None and not isinstance(axes, Mapping):
         raise TypeError(
-            f"axes={axes!r:.60}: expected sizes by name, outermost first: "
-            '"data=4,model=2" or {"data": 4, "model": 2}'
+            f'axes={axes!r:.60}: pass sizes by name, "data=4,model=2" or {{"data": 4, "model": 2}}'
         )
     sizes = {AXIS: devices} if axes is None else dict(axes)
     product = math.prod(sizes.values())
     if product != devices or any(size < 1 for size in sizes.values()):
         written = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(
-            f"axes {written or '{}'} multiply out to {product}, not to devices={devices}: change "
-            "a size, or devices"
+            f"axes {written or '{}'} multiply out to {product}, not to devices={devices}: change a "
+            "size, or devices"
         )
     return sizes
 
@@ -179,9 +176,9 @@ def explicit_around(given: Mesh) -> tuple[str, ...]:
     explicit = explicit_axes(context)
     if explicit and dict(context.shape) != dict(given.shape):
         raise ValueError(
-            f"jax.set_mesh has set a mesh {dict(context.shape)} with explicit axes, but zero's is "
+            f"jax.set_mesh has set {dict(context.shape)} with explicit axes, and zero's mesh is "
             f"{dict(given.shape)}: pass that mesh to zerojax.zero(..., mesh=mesh), or call the "
-            "step outside of jax.set_mesh."
+            "step outside jax.set_mesh."
         )
     return explicit
 
@@ -238,17 +235,15 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         return cast(str, names[0])
     if mistaken := [name for name in names if name != REPLICA and _LIKE_REPLICA.search(name)]:
         raise ValueError(
-            f"the mesh has axes {names}, of which {mistaken[0]!r} is not known to zerojax, and a "
-            f"batch would be replicated along it. If it is the axis between replica groups, "
-            f"call it {REPLICA!r}, and the axis within a group {AXIS!r}; if it is the only axis of "
-            f"the batch, {AXIS!r}; any other axis takes a name of what it shards, as 'model'."
+            f"the mesh {names} would replicate the batch over {mistaken[0]!r}, an axis that "
+            f"zerojax does not know. Name the axis of the batch {AXIS!r}, the axis of replica "
+            f"groups {REPLICA!r}, and any other axis by what it shards, such as 'model'."
         )
     if AXIS in names:
         return AXIS
     raise ValueError(
-        f"the mesh has axes {names} and none is called {AXIS!r}: ZeRO shards over "
-        f"that one. Rename the data-parallel axis to {AXIS!r}, or add it: "
-        f"axes={ {AXIS: 1} | dict(given.shape) }"
+        f"ZeRO shards over the mesh axis {AXIS!r}, and this mesh has {names}. Rename the "
+        f"data-parallel axis to {AXIS!r}, or add it: axes={ {AXIS: 1} | dict(given.shape) }"
     )
 
 

@@ -72,15 +72,14 @@ def process_rows(n: int, mesh: Mesh | None = None) -> slice:
     if remainder:
         fits = " or ".join(str(m) for m in (n - remainder, n - remainder + blocks.number) if m)
         raise ValueError(
-            f"{n} rows do not divide among the {blocks.number} processes: use {fits} rows."
+            f"{n} rows do not divide among {blocks.number} processes: use {fits} rows."
         )
     return slice(blocks.own * block_size, (blocks.own + 1) * block_size)
 
 
 _NO_BLOCKS = (
-    "the processes have no blocks of neighbouring rows on this mesh, in which their devices "
-    "alternate or are not equally many: make the mesh with zerojax.mesh(), or pass global arrays "
-    "(jax.make_array_from_callback)."
+    "on this mesh a process has no block of neighbouring rows, as the processes' devices alternate "
+    "or differ in number: use zerojax.mesh(), or pass global arrays (jax.make_array_from_callback)."
 )
 
 
@@ -131,9 +130,9 @@ class BatchRows:
                 if self.own(x)
             }
             raise ValueError(
-                f"the batch's leaves disagree on the {dimension(self._axis)}: {shapes}. In several "
-                "processes each is taken for the process's own rows: pass what has none as a "
-                "further argument of the step, or make global arrays "
+                f"the batch's leaves disagree on the {dimension(self._axis)}: {shapes}. In "
+                "several processes each leaf is the process's own rows: pass others as further "
+                "arguments of the step, or as global arrays "
                 "(jax.make_array_from_process_local_data)."
             )
         return np.shape(leaves[0])[self._axis] if leaves else None

@@ -90,10 +90,8 @@ def topology(
       zerojax.topology("h100", devices=64, axes={"data": 8, "model": 8})
       zerojax.topology("h100", devices=64, replicas="hosts")  # 8 groups of 8
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"devices must be a positive int, got {devices!r}")
-    if devices > MOST:
-        raise ValueError(f"devices must be at most {MOST:,}: plan for fewer")
+    if isinstance(devices, bool) or not isinstance(devices, int) or not 0 < devices <= MOST:
+        raise ValueError(f"devices must be an int from 1 to {MOST:,}")
     kind, figures = lookup(name)
     family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
     per_node = gpus_per_node(figures) if family == "gpu" else TPUS_PER_HOST
@@ -198,10 +196,9 @@ def _plugin_remedy(name: str) -> str:
         )
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     return (
-        f"XLA's CUDA plugin is installed but did not load, so there is no compiler for {name!r}. "
-        "Without a GPU and its libraries it loads only when JAX is told not to look for one: set "
-        "JAX_PLATFORMS=cpu, or call jax.config.update('jax_platforms', 'cpu'), before JAX is "
-        f"first used in this process (jax_platforms is now {platforms!r})"
+        f"XLA's CUDA plugin did not load, so there is no compiler for {name!r}. Without a GPU set "
+        "JAX_PLATFORMS=cpu, or call jax.config.update('jax_platforms', 'cpu'), before JAX is first "
+        f"used in this process (jax_platforms is {platforms!r})"
     )
 
 

@@ -59,9 +59,9 @@ def unreachable(me: Launched, seconds: float = 20.0) -> str:
         if is_own_name or me.index == 0 or _listens(host, port, seconds):
             return ""
     return (
-        f"the coordinator {me.coordinator} ({me.by}) is the loopback of {own_host} itself, but "
-        "processes run on several hosts: name the host of process 0 by an address that the others "
-        f"reach (`hostname -I` there); where /etc/hosts maps {host} to 127.*, correct the line"
+        f"the coordinator {me.coordinator} ({me.by}) is the loopback of {own_host}, and processes "
+        "run on several hosts: name the host of process 0 by an address that the others reach "
+        f"(`hostname -I` there); where /etc/hosts maps {host} to 127.*, correct the line"
     )
 
 

@@ -19,9 +19,8 @@ _READING = 60.0  # s in which the others may read the answers
 _GRACE = 5  # looks in which the main thread may raise itself
 _ANSWERING = 0.1  # s between looks for the answers of the others
 _SAME_FORM = (
-    ": let the loader drop the last incomplete batch or fill it up with rows of weight 0, pad the "
-    'rows of all processes to one length (a tokenizer\'s padding="max_length" does), and give '
-    "arrays one dtype"
+    ": drop the last incomplete batch or fill it with rows of weight 0, pad the rows of all "
+    'processes to one length (padding="max_length" of a tokenizer), and use one dtype'
 )
 
 

@@ -48,10 +48,9 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
     line = lines[low].strip() if low < len(lines) else "the end"
     received = exchange(what, line[:_SENT], _PATIENCE)
     raise LaunchError(
-        f"{name} is another program in each process: line {low + 1} is\n"
-        f"{_lines(where_they_differ(received))}\nA "
-        "learning rate, a constant, random numbers of numpy or a branch of Python depend on the "
-        "process: make them the same"
+        f"{name} is another program in each process: line {low + 1} "
+        f"is\n{_lines(where_they_differ(received))}\nA learning rate, a constant, a random "
+        "number of numpy or a branch of Python depends on the process: make it the same"
     )
 
 
@@ -69,8 +68,7 @@ def where_they_differ(lines: list[str]) -> list[str]:
 
 
 SAME_ARGUMENTS = (
-    "What is not rows of a batch is the same in every process: seeds, keys and rates must not "
-    "depend on it"
+    "Pass the same seeds, keys and rates in every process; only rows of a batch may differ"
 )
 
 
@@ -94,7 +92,7 @@ def require_same_values(
     unequal = [key for key in keys if len({each.get(key, "none") for each in received}) > 1]
     if unequal:
         each = _lines([each.get(unequal[0], "none") for each in received])
-        more = f"\nand so do {len(unequal) - 1} more" if unequal[1:] else ""
+        more = f"\nand {len(unequal) - 1} more differ" if unequal[1:] else ""
         raise LaunchError(
             f"{name}: {unequal[0]} differs between the processes:\n{each}{more}\n{remedy}"
         )

@@ -20,7 +20,7 @@ class ProcessesMissing(TimeoutError):
     def __init__(self, what: str, missing: list[int], seconds: float) -> None:
         self.missing = missing
         who = format_indices(missing, "process")
-        super().__init__(f"{what}: {who} did not come within {seconds:g} s")
+        super().__init__(f"{what}: {who} did not arrive within {seconds:g} s")
 
 
 def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:

@@ -68,23 +68,22 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
     hidden = [record["index"] for record in here if not record["gpus"]]
     if hidden:
         raise ValueError(
-            f"no GPU is visible to {format_indices(hidden, 'process')}, and others see some: "
-            "CUDA_VISIBLE_DEVICES hides them; unset it, or name a GPU of each process"
+            f"{format_indices(hidden, 'process')} has no GPU, and others have some: unset "
+            "CUDA_VISIBLE_DEVICES, or name a GPU of each process"
         )
     if len({*map(tuple, sets)}) == 1 and len(here) > 1:
         gpus = len(sets[0])
         if gpus % len(here):
             raise ValueError(
-                f"{len(here)} processes see the same {gpus} GPU{'s' * (gpus > 1)}, which they "
-                "cannot share evenly: start one process a GPU, or let CUDA_VISIBLE_DEVICES show "
-                "all GPUs"
+                f"{len(here)} processes cannot share {gpus} GPU{'s' * (gpus > 1)} evenly: start "
+                "one process a GPU, or let CUDA_VISIBLE_DEVICES show all GPUs"
             )
         each = gpus // len(here)
         return [[*range(n * each, (n + 1) * each)] for n in range(len(here))]
     uses = [uuid for seen in sets for uuid in seen]
     if len(uses) > len({*uses}):
         raise ValueError(
-            "some see a GPU that another sees too, and not the same ones: set CUDA_VISIBLE_DEVICES "
-            "to the own GPUs of each process, or unset it for all"
+            "processes see some GPUs in common and not others: set CUDA_VISIBLE_DEVICES to the "
+            "GPUs of each process alone, or unset it for all"
         )
     return [None] * len(here)

@@ -75,9 +75,9 @@ def init_distributed(
     faulthandler.enable()  # JAX aborts processes whose peers are missing
     if compat.backends_are_initialized():
         raise LaunchError(
-            f"this is process {me.index} of {me.count}, and JAX is in use already: call "
-            "zerojax.init_distributed() at the top of the program, before jax.devices(), arrays, "
-            "and imports that make arrays"
+            f"JAX is in use already in process {me.index} of {me.count}: call "
+            "zerojax.init_distributed() at the top of the program, before jax.devices() and "
+            "before imports that make arrays"
         )
     if problem := unreachable(me):
         raise LaunchError(f"process {me.index} of {me.count}: {problem}")
@@ -138,8 +138,8 @@ def require_joined() -> None:
         me = launched(os.environ)
     if me is not None:
         raise LaunchError(
-            f"{me.by} started {me.count} processes, and this one, number {me.index}, has not "
-            "joined the others: call zerojax.init_distributed() at the top of the program"
+            f"{me.by} started {me.count} processes, and number {me.index} has not joined: call "
+            "zerojax.init_distributed() at the top of the program"
         )
 
 

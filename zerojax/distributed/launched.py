@@ -104,16 +104,15 @@ by='torchrun')
         return None
     if launcher.by == "Kubernetes" and launcher.count not in environ:
         raise LaunchError(
-            "JOB_COMPLETION_INDEX says that this is a pod of an indexed Job, but not of how many: "
-            "set ZEROJAX_NUM_PROCESSES to the Job's completions (1 where each pod is a run of its "
-            "own) and ZEROJAX_COORDINATOR to host:port of pod 0"
+            "JOB_COMPLETION_INDEX is set, and the number of pods is not: set ZEROJAX_NUM_PROCESSES "
+            "to the Job's completions (1 where each pod is a run of its own) and "
+            "ZEROJAX_COORDINATOR to host:port of pod 0"
         )
     count = _number(environ, launcher, launcher.count, 1)
     index = _number(environ, launcher, launcher.index)
     if index >= count:
         raise LaunchError(
-            f"{launcher.index}={index}, but the processes are numbered from 0 to {count - 1} "
-            f"({launcher.count}={count}): correct one of them"
+            f"{launcher.index}={index} is not below {launcher.count}={count}: correct one of them"
         )
     if count == 1:
         return None
@@ -126,7 +125,7 @@ by='torchrun')
         local_count = _tasks_of_node(environ)
     if local_count is not None and not (local_index or 0) < local_count <= count:
         raise LaunchError(
-            f"{launcher.by} says that process {index} of {count} is number {local_index} of "
+            f"{launcher.by} gives process {index} of {count} the number {local_index} of "
             f"{local_count} on its host: correct {launcher.local_index} or {launcher.local_count}"
         )
     coordinator = _coordinator(environ, launcher, local_count == count)
@@ -139,8 +138,8 @@ def _check_single(environ: Mapping[str, str]) -> None:
     for launcher in _LAUNCHERS[:3]:
         if environ.get(launcher.count, "1") != "1":
             raise LaunchError(
-                f"{launcher.count}={environ[launcher.count]}, but {launcher.index} is not set: "
-                f"give each process its number from 0 on, or unset {launcher.count}"
+                f"{launcher.count}={environ[launcher.count]}, and {launcher.index} is not set: "
+                f"number the processes from 0, or unset {launcher.count}"
             )
 
 
@@ -148,12 +147,12 @@ def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: i
     text = environ.get(name)
     if text is None:
         raise LaunchError(
-            f"{launcher.index}={environ[launcher.index]} looks like {launcher.by}, but {name} is "
-            f"not set: set {name}, or unset {launcher.index} where this is the only process"
+            f"{launcher.index}={environ[launcher.index]} is set ({launcher.by}), and {name} is "
+            f"not: set {name}, or unset {launcher.index} for a single process"
         )
     number = _parse_int(text)
     if number is None or number < least:
-        raise LaunchError(f"{name}={text[:40]!r} is not a number from {least} on: correct {name}")
+        raise LaunchError(f"{name}={text[:40]!r} is not a number from {least} on: correct it")
     return number
 
 
@@ -179,7 +178,7 @@ def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -
         missing = "MASTER_PORT" if "MASTER_ADDR" in environ else "MASTER_ADDR"
         raise LaunchError(
             f"RANK and WORLD_SIZE are set, but {missing} is not: set MASTER_ADDR to the host of "
-            "rank 0 and MASTER_PORT to a port that is free there, the same in all processes"
+            "rank 0, and MASTER_PORT to a free port there, in all processes"
         )
     host, job = _first_of(environ, launcher)
     return f"{'localhost' if local else host}:{61440 + int(job) % 4096}"
@@ -204,16 +203,15 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
     ):
         return match_v5[1], match_v5[2]
     raise LaunchError(
-        f"{launcher.by} started this process, but nothing says where process 0 listens: set "
-        "ZEROJAX_COORDINATOR to host:port, the host of process 0 and a port that is free there, "
-        "the same in all processes"
+        f"{launcher.by} does not say where process 0 listens: set ZEROJAX_COORDINATOR to "
+        "host:port, the host of process 0 and a free port there, in all processes"
     )
 
 
 def _address(name: str, text: str) -> str:
     host, _, port = text.rpartition(":")
     if not _HOST.fullmatch(host) or not 0 < (_parse_int(port) or 0) < 65536:
-        raise LaunchError(f"{name}={text[:80]!r} is not host:port, as n1:29500: correct {name}")
+        raise LaunchError(f"{name}={text[:80]!r} is not host:port, such as n1:29500: correct it")
     return text
 
 

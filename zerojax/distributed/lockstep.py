@@ -126,8 +126,8 @@ class Lockstep:
                 if value != others.get(name):
                     end_with(
                         LaunchError(
-                            f"{name} is {value} in process {self._me} and {others.get(name)} in "
-                            f"process {process}, at call {n} of zerojax. {SAME_ARGUMENTS}"
+                            f"{name} is {value} in process {self._me} and {others.get(name)} "
+                            f"in process {process}, at call {n} of zerojax. {SAME_ARGUMENTS}"
                         )
                     )
         self._report_waiting(process, count, place, number)
@@ -135,11 +135,10 @@ class Lockstep:
     def _refuse(self, number: int, own: str, process: int, other: str, place: str) -> None:
         end_with(
             LaunchError(
-                f"the processes do not call the same: call {number} of zerojax is {other} in "
-                f"process {process}, which is at {place}, and {own} in process {self._me}, which "
-                f"is at {_place()}. Every process runs the same steps, evaluations, saves and "
-                "restores, with the same state and the same numbers beside the batch; only process "
-                "0 need print and log"
+                f"the processes call different functions: call {number} of zerojax is {other} "
+                f"in process {process}, at {place}, and {own} in process {self._me}, at "
+                f"{_place()}. Run the same steps, evaluations, saves and restores in every "
+                "process; print and log in process 0 only"
             )
         )
 
@@ -153,9 +152,10 @@ class Lockstep:
         elif count != number and 0 < now - self._since > self._silent:
             self._since = float("inf")
             print(
-                f"zerojax: for {self._silent:g} s process {process} stands at {place}, in or after "
-                f"call {count} of zerojax, and process {self._me} at {_place()}, call {number}. "
-                "Where one computes or prints what the devices of all hold, all must do so",
+                f"zerojax: process {process} has been at {place} for {self._silent:g} s, in or "
+                f"after call {count} of zerojax, and process {self._me} is at {_place()}, call "
+                f"{number}. If one reads an array that all devices hold, let all processes do "
+                "so",
                 file=sys.stderr,
                 flush=True,
             )

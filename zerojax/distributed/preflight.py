@@ -75,16 +75,16 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
         return problems
     if by_proxy := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
         problems.append(
-            f"{', '.join({*by_proxy.values()})} would send what "
-            f"{format_indices(by_proxy, 'process')} and process 0 tell each other "
-            f"through a proxy: add the host of {coordinator} to no_proxy, or unset the variable"
+            f"{', '.join({*by_proxy.values()})} would send messages between "
+            f"{format_indices(by_proxy, 'process')} and process 0 through a proxy: add the "
+            f"host of {coordinator} to no_proxy, or unset the variable"
         )
     hosts = by_host(records)
     if len(hosts) > 1 and (here := [each for each in records if each["gloo_on_loopback"]]):
         problems.append(
-            f"/etc/hosts of {', '.join(by_host(here))} maps its own name to a loopback address, "
-            "where gloo, which joins CPUs, waits for the other hosts in vain: map the name to the "
-            "host's address in the network"
+            f"/etc/hosts of {', '.join(by_host(here))} maps its own name to a loopback "
+            "address, on which gloo waits in vain for other hosts: map the name to the host's "
+            "address in the network"
         )
     problems += unequal_settings([record["settings"] for record in records])
     for host, numbers in hosts.items():

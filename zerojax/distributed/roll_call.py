@@ -131,7 +131,7 @@ class _Roll:
         buffer += received
         if guest in self._speakers and not received:
             who = _named(self.present.pop(self._speakers[guest]))
-            return f"{who} left before all processes had come: look at its own output"
+            return f"{who} left before all processes had arrived: look at its output"
         if received and not buffer.endswith(b"\n") and len(buffer) <= _LONGEST:
             return ""
         record = _parsed(bytes(buffer), {"index", "count", "host", "pid"})
@@ -157,16 +157,16 @@ class _Roll:
             )
         if (other := self.present.get(record["index"])) is not None:
             return (
-                f"{_named(other)} and {_named(record)} say that they are the same of "
-                f"{self.me.count}: give each process a number of its own, and each run a port"
+                f"{_named(other)} and {_named(record)} have one number of {self.me.count}: "
+                "number each process, and give each run a port"
             )
         return ""
 
     def _of_another_run(self, record: Record) -> str:
         return (
-            f"{self.me.coordinator} is the address of another run, whose process 0 is "
-            f"{_named(self.present[0])}; {_named(record)} has another ZEROJAX_TOKEN, or none: give "
-            "each run a port of its own, and all processes of a run the same token"
+            f"{self.me.coordinator} belongs to another run, whose process 0 is "
+            f"{_named(self.present[0])}; {_named(record)} has another ZEROJAX_TOKEN, or none: "
+            "give each run its own port, and all its processes one token"
         )
 
     def _missing(self, seconds: float) -> str:
@@ -175,10 +175,10 @@ class _Roll:
             f"{format_indices(numbers)} on {host}" for host, numbers in hosts.items()
         )
         return (
-            f"{self._waits()}, which did not come within {seconds:g} s. Present: {present}. Look "
-            "at the output of those that are missing. Where they wait too, they do not reach "
-            f"{self.me.coordinator}: that must be the host of process 0, "
-            f"{self.present[0]['host']}, and no firewall may stand between"
+            f"{self._waits()}, which did not arrive within {seconds:g} s. Present: {present}. "
+            "Look at the output of the missing ones. If they wait too, they do not reach "
+            f"{self.me.coordinator}: check that it is the host of process 0, "
+            f"{self.present[0]['host']}, and that no firewall is between"
         )
 
     def _waits(self) -> str:
@@ -218,9 +218,9 @@ def _listen(me: Launched, bind: str) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise LaunchError(
-            f"process 0 cannot listen at port {port} of {socket.gethostname()}: {why}. Another "
-            "program, or an earlier run that has not ended, may hold the port (`ss -ltnp` names "
-            f"it): end that, or choose another port ({me.by} said {me.coordinator})"
+            f"process 0 cannot listen on port {port} of {socket.gethostname()}: {why}. End the "
+            f"program that holds it (`ss -ltnp` names it), or choose another port ({me.by} gave "
+            f"{me.coordinator})"
         ) from None
     listener.setblocking(False)
     return listener
@@ -236,7 +236,7 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
                 socket.create_connection(split(me.coordinator), _GRACE) as connection,
                 connection.makefile("rwb") as stream,
             ):
-                reason = "what listens there is no process 0 of zerojax that waits"
+                reason = "another program listens there"
                 if stream.readline(len(_GREETING)) == _GREETING:
                     stream.write(json.dumps(mine).encode() + b"\n")
                     stream.flush()
@@ -255,13 +255,13 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
         time.sleep(0.2)
     if was_admitted:
         raise LaunchError(
-            f"process 0 at {me.coordinator} ended before all {me.count} processes had come: look "
-            "at its own output"
+            f"process 0 at {me.coordinator} ended before all {me.count} processes had arrived: "
+            "look at its output"
         )
     raise LaunchError(
         f"process {me.index} of {me.count} on {mine['host']} did not reach process 0 at "
-        f"{me.coordinator} within {seconds:g} s: {reason}. Process 0 must run there ({me.by} gave "
-        "the address), and no firewall may stand between"
+        f"{me.coordinator} within {seconds:g} s: {reason}. Check that process 0 runs there "
+        f"({me.by} gave the address), and that no firewall is between"
     )
 
 

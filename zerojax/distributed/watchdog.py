@@ -187,10 +187,10 @@ def watchdog() -> Watchdog | None:
         return None
     try:
         seconds = float(text) if text else None
-        if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
-            raise ValueError
     except ValueError:
-        raise ValueError(f"ZEROJAX_WATCHDOG={text}: seconds above 0, or off") from None
+        seconds = float("nan")
+    if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
+        raise ValueError(f"ZEROJAX_WATCHDOG={text}: set seconds above 0, or off")
     folder = os.environ.get("ZEROJAX_RUN_DIR")
     return coordinator().only(Watchdog, seconds, Path(folder) if folder else None)
 

@@ -79,14 +79,14 @@ class Evaluation(Decorated[P, R]):
         given = (parts, call.batch, call.further)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
             raise TypeError(
-                f"{self._arguments.name} is a function of zero.evaluate, which compiles it itself: "
-                "call it outside jax.jit, scan, vmap and grad."
+                f"{self._arguments.name} is compiled by zero.evaluate: call it outside jax.jit, "
+                "scan, vmap and grad."
             )
         arrays = jax.tree.leaves((parts.params, parts.rest))
         if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
             raise ValueError(
-                "this state was passed to an earlier step, which took over its memory: evaluate "
-                "the state that the step returned."
+                "this state was passed to an earlier step, which reused its memory: evaluate the "
+                "state that the step returned."
             )
 
     def _program(

@@ -20,7 +20,7 @@ from zerojax.xla.types import PyTree
 
 def _refuse(*_: object, **__: object) -> NoReturn:
     raise TypeError(
-        "zero.evaluate changes nothing, but the function updates (state.apply_gradients, or "
+        "zero.evaluate changes no state, and the function updates it (state.apply_gradients, or "
         "optimizer.update in NNX): decorate a step that trains with @zero."
     )
 
@@ -90,8 +90,8 @@ def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subjec
         new_tree: PyTreeDef = jax.tree.structure(updated.rest)
         if old_tree != new_tree:
             raise TypeError(
-                f"{function.__name__} adds or removes variables of its NNX objects, such as those "
-                "of sow: do that outside zero.evaluate."
+                f"{function.__name__} adds or removes variables of its NNX objects (sow does): do "
+                "that outside zero.evaluate."
             )
         _check_kept(parts.params, updated.params)
         pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(updated.rest), strict=True)
@@ -113,6 +113,6 @@ def _check_kept(before: PyTree, after: PyTree) -> None:
     ):
         if new is not old:
             raise TypeError(
-                f"zero.evaluate changes no parameter, but the function sets "
+                "zero.evaluate changes no parameter, and the function sets "
                 f"{jax.tree_util.keystr(path)}: decorate a step that trains with @zero."
             )

@@ -280,8 +280,8 @@ class EvaluationProgram:
             part = self._traced(like(batch, rows.traced[1]), further)
         except Exception as error:
             raise Undivided(
-                f"on {rows.traced[1]} rows it fails ({type(error).__name__}); an array with a row "
-                "for each of the batch belongs into the batch, see batch_argnums"
+                f"on {rows.traced[1]} rows it fails ({type(error).__name__}). Pass arrays with a "
+                "row for each of the batch by batch_argnums"
             ) from error
         by_rows = ByRows(full, part, rows, padded=division.padded != division.rows)
         by_rows(division.part)

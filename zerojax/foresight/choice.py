@@ -158,9 +158,7 @@ def requested_rows(rows: int | None, given: int | None) -> int | None:
       ConfigError: The two numbers differ.
     """
     if rows is not None and given not in (None, rows):
-        raise ConfigError(
-            f"train_batch_size: {given} in the config, but {rows} were asked for: leave out one"
-        )
+        raise ConfigError(f"train_batch_size: {given} in the config, {rows} asked for: remove one")
     return given if rows is None else rows
 
 

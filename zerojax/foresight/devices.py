@@ -34,7 +34,7 @@ def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
         return (mesh := all_devices()), rates_here(mesh).over(network)
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ValueError(f"devices {text!r}: give KIND:N, as h100:8")
+        raise ValueError(f"devices {text!r}: write KIND:N, such as h100:8")
     speeds = rates(match[1]).over(network)  # an unknown name raises before a missing compiler does
     return topology(match[1], int(match[2] or 1)), speeds
 
@@ -51,9 +51,8 @@ def rates_here(mesh: Mesh) -> Rates:
     if (kind := kind_of(device)) is not None:
         return rates(kind)
     raise ValueError(
-        f"{device.device_kind!r} devices have no known speed and memory, which a forecast needs: "
-        "name devices that need not be present, as --devices h100:8 on the command line or "
-        'mesh=zerojax.topology("h100", 8), or write the settings yourself'
+        f"{device.device_kind!r} devices have no known speed and memory: pass --devices h100:8 "
+        'on the command line, mesh=zerojax.topology("h100", 8), or all settings yourself'
     )
 
 

@@ -258,7 +258,7 @@ def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
         modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape) // stacked
     if not modules:
         raise TypeError(
-            f"model: a {type(model).__name__} without parameters; pass a model or its params"
+            f"model: a {type(model).__name__} has no parameters; pass a model or its params"
         )
     return total, max(modules.values())
 
@@ -277,9 +277,8 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
     required = [p.name for p in arguments if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if not _TOKENS.issuperset(required):
         raise TypeError(
-            f"model: {type(model).__name__} takes {', '.join(required)}, on which its parameters "
-            "may depend: pass an input for each after the model, abstract ones will do, such as "
-            "jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)"
+            f"model: {type(model).__name__} takes {', '.join(required)}: pass an input for "
+            "each after the model, such as jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)"
         )
     return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(required)
 
@@ -316,11 +315,10 @@ def _checked(params: float, layer: float | None, gpus: int, nodes: int) -> tuple
     }
     for name, value in values.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value}; it must be above 0 and finite")
+            raise ValueError(f"{name} = {value} must be above 0 and finite")
     if layer is not None and layer > params:
         raise ValueError(
-            f"largest_layer_params is {layer:,.0f}, more than the {params:,.0f} of the full model: "
-            "give the parameters of one layer"
+            f"largest_layer_params = {layer:,.0f} exceeds total_params = {params:,.0f}"
         )
     return int(params), int(layer or 0)
 

@@ -94,15 +94,15 @@ class Guard:
         except Exception as error:  # a failure of the search must not hide the result of the check
             advice = f"Settings that fit were not found: {type(error).__name__}: {error}"
         raise OutOfMemoryError(
-            f"the step takes {size(peak.bytes)} of each device's memory, and {size(room)} are "
-            f"there for it, so it was not run.\n{advice}"
+            f"the step needs {size(peak.bytes)} of each device's memory, which has room for "
+            f"{size(room)}, and was not run.\n{advice}"
         )
 
     def _advice(
         self, rates: Rates, function: Any, objects: PyTree, batch: PyTree, *rest: object
     ) -> str:
         if jax.process_count() > 1:
-            return "What takes it, and settings that fit: `zerojax plan`."
+            return "`zerojax plan` shows what takes memory, and settings that fit."
 
         def build(choice: Choice) -> BuiltStep:
             config = choice.config(self._config, self._world)
@@ -122,9 +122,8 @@ class Guard:
         advice = (
             "These settings fit, each compiled, the fastest first by prediction:"
             if settings
-            else "No stage, micro-batch or offload was found that fits with the same batch: "
-            "rematerialise the model's blocks (jax.checkpoint, nn.remat), take more devices, or a "
-            "smaller batch."
+            else "No stage, micro-batch or offload was found that fits with the same batch: use "
+            "jax.checkpoint or nn.remat on the model's blocks, more devices, or a smaller batch."
         )
         return "\n".join([f"Its program {peak.name!r} takes {parts}.", advice, *settings])
 

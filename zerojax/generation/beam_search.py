@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.generation.checks import integers
+from zerojax.generation.checks import integers, require
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source
 from zerojax.models.bart import Bart
 from zerojax.models.loss import widen
@@ -54,10 +54,7 @@ class Search:
     def __post_init__(self) -> None:
         check_options(self.num_beams, 2, 0, self.early_stopping)
         if self.num_beams == 1 and (self.length_penalty, self.early_stopping) != (1, False):
-            raise ValueError(
-                "length_penalty and early_stopping need num_beams of 2 or more: with one beam the "
-                "largest logit is taken"
-            )
+            raise ValueError("length_penalty and early_stopping need num_beams of 2 or more")
 
 
 class Beams(NamedTuple):
@@ -245,16 +242,12 @@ def check_options(
     num_beams: int, max_length: int, min_length: int, early_stopping: EarlyStopping
 ) -> None:
     """Rejects options of `beam_search` that are out of range."""
-    if num_beams < 1:
-        raise ValueError(f"num_beams = {num_beams} must be 1 or more")
-    if max_length < 2:
-        raise ValueError(f"max_length = {max_length} must be 2 or more: it counts the start token")
-    if not 0 <= min_length <= max_length:
-        raise ValueError(
-            f"min_length = {min_length} must be between 0 and max_length = {max_length}"
-        )
-    if early_stopping not in (True, False, "never"):
-        raise ValueError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
+    most = f"between 0 and max_length = {max_length}"
+    require(num_beams >= 1, "num_beams", num_beams, "1 or more")
+    require(max_length >= 2, "max_length", max_length, "2 or more, as it counts the start token")
+    require(0 <= min_length <= max_length, "min_length", min_length, most)
+    is_known = early_stopping in (True, False, "never")
+    require(is_known, "early_stopping", early_stopping, "True, False or 'never'")
 
 
 def _select_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
@@ -296,8 +289,8 @@ def generate(
     early_stopping, min_length = options.get("early_stopping", False), options.get("min_length", 0)
     check_options(num_beams, max_length, min_length, early_stopping)
     limit = decoder.limit()
-    if limit is not None and max_length > limit:
-        raise ValueError(f"max_length = {max_length}, but the model has positions for {limit}")
+    most = f"at most {limit}, the model's positions"
+    require(limit is None or max_length <= limit, "max_length", max_length, most)
     source = Source(input_ids, attention_mask)
     arrays = Cache.of(decoder, variables, rows, max_length, source)
     first = jnp.full((rows, 1), c.decoder_start_token_id, jnp.int32)

@@ -15,6 +15,12 @@ from jax.typing import DTypeLike
 from zerojax.xla.types import PyTree
 
 
+def require(holds: bool, name: str, value: object, requirement: str) -> None:
+    """Raises ValueError for the value of an option unless its requirement holds."""
+    if not holds:
+        raise ValueError(f"{name} = {value!r} must be {requirement}")
+
+
 def integer(name: str, value: Any) -> int:
     """Returns an integer of Python, NumPy or JAX as an int.
 
@@ -52,8 +58,8 @@ def number(name: str, value: Any) -> float:
         found = float(value)
     except (TypeError, ValueError):
         found = math.nan
-    if isinstance(value, str) or not math.isfinite(found):
-        raise ValueError(f"{name} = {value!r} must be a finite number")
+    is_number = not isinstance(value, str) and math.isfinite(found)
+    require(is_number, name, value, "a finite number")
     return found
 
 
@@ -78,13 +84,11 @@ def check_dtype(dtype: DTypeLike | None) -> None:
     try:
         given = jnp.dtype(dtype)
     except TypeError:
+        given = None
+    if given is None or not jnp.issubdtype(given, jnp.floating) or given.itemsize < 2:
         raise ValueError(
-            f"dtype = {dtype!r} is no dtype: pass one, as jax.numpy.bfloat16"
-        ) from None
-    if not jnp.issubdtype(given, jnp.floating) or given.itemsize < 2:
-        raise ValueError(
-            f"dtype = {given} must be floating and of 16 bits or more, as jax.numpy.bfloat16; "
-            "zerojax.quantize_weights turns parameters into integers"
+            f"dtype = {getattr(given, 'name', repr(dtype))} must be floating and of 16 bits or "
+            "more, as jax.numpy.bfloat16; zerojax.quantize_weights quantizes parameters"
         )
 
 
@@ -104,9 +108,8 @@ def check_params(given: PyTree, params: PyTree, model: object) -> None:
     what = f"a {type(params).__name__}" if jax.tree.leaves(params) else "none"
     of = "" if given is params else f" in the {type(given).__name__}"
     raise TypeError(
-        f"generate: params: {what}{of}, in place of the parameters of {type(model).__name__}. Pass "
-        'their dict, {"params": ...} with further collections, or a state with a field `params`, '
-        "as TrainState"
+        f"generate: params: {what}{of}, not parameters of {type(model).__name__}. Pass their dict, "
+        '{"params": ...} with further collections, or a state with a field `params`'
     )
 
 
@@ -149,12 +152,8 @@ def check_values(**arguments: PyTree) -> None:
         if isinstance(x, jax.core.Tracer):
             raise TypeError(f"{where} is traced: generate has its own jit; call it outside jit")
         if isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{where} is a jax.ShapeDtypeStruct, without values: pass arrays, of model.init, "
-                "zero.init or a checkpoint"
-            )
+            raise TypeError(f"{where} is a jax.ShapeDtypeStruct, without values: pass arrays")
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(
-                f"{where} is deleted: a step that donates its state, or a program with "
-                "donate_argnums, took it; pass what that returned"
+                f"{where} is deleted (donated to a step): pass what that step returned"
             )

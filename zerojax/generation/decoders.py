@@ -125,8 +125,8 @@ class EncoderDecoder:
         start: int | None = self.config.decoder_start_token_id if of_folder is None else of_folder
         if start is None:
             raise ValueError(
-                "the model's config has decoder_start_token_id = None: replace it by the token "
-                "that starts a target"
+                "the model's config has decoder_start_token_id = None: set it to the token that "
+                "starts a target"
             )
         return start
 
@@ -200,12 +200,11 @@ def _linen_decoder(model: object) -> Decoder:
         if "decode" in type(model).__dataclass_fields__:
             return LinenDecoder(model.clone(decode=True), takes_positions=False)
     raise TypeError(
-        f"generate: a {type(model).__name__} keeps no keys and values between tokens. It takes a "
-        "flax linen module with a field `decode`, whose attention is "
-        "flax.linen.MultiHeadDotProductAttention(decode=True) or another one that keeps them in "
-        'the collection "cache"; or one whose __call__ takes `positions` int [B, T], as '
-        "zerojax.models.gpt.GPT and zerojax.models.llama.Llama; or an encoder-decoder with methods "
-        "`encode` and `decode`, as zerojax.models.t5.T5 (zerojax.models.cache says how)."
+        f"generate: a {type(model).__name__} keeps no keys and values between tokens. Pass a "
+        "linen module with a field `decode` and attention that keeps them in the collection "
+        '"cache" (flax.linen.MultiHeadDotProductAttention), one whose __call__ takes '
+        "`positions` int [B, T] (zerojax.models.gpt.GPT), or an encoder-decoder with `encode` "
+        "and `decode` (zerojax.models.t5.T5); see zerojax.models.cache"
     )
 
 
@@ -298,9 +297,8 @@ def _cache(
     shapes, structure = jax.tree.flatten(cache)
     if not shapes:
         raise TypeError(
-            f'generate: the model wrote nothing into its collection "{COLLECTION}": its '
-            "attention must keep keys and values there, as "
-            "flax.linen.MultiHeadDotProductAttention(decode=True) does"
+            f'generate: the model wrote nothing into its collection "{COLLECTION}": keep keys and '
+            "values there, as flax.linen.MultiHeadDotProductAttention(decode=True) does"
         )
     others = jax.tree.leaves(call(rows + 1)[1])
     dims = (

@@ -50,10 +50,10 @@ class NNXDecoder:
         copy = nnx.merge(*nnx.split(model))
         if not [*_caches(copy)]:
             raise TypeError(
-                f"generate: the NNX model {type(model).__name__} keeps no keys and values between "
-                "tokens. None of its modules has a method `init_cache(input_shape)` that creates "
-                "nnx.Cache variables: use flax.nnx.MultiHeadAttention, whose attribute `decode` is "
-                "True while tokens are generated, or write one as examples/nnx_gpt.py does."
+                f"generate: the NNX model {type(model).__name__} keeps no keys and values "
+                "between tokens: use flax.nnx.MultiHeadAttention, or a module with a method "
+                "`init_cache(input_shape)` that creates nnx.Cache variables and an attribute "
+                "`decode`, as in examples/nnx_gpt.py"
             )
         if params is not None:
             _check(copy, params)

@@ -132,8 +132,8 @@ def of_folder(text: str) -> Mapping[str, Any]:
     if matters:
         left_out = ", ".join(f"{key} = {value!r}" for key, value in matters.items())
         log.warning(
-            "generate: %s has %s, without a counterpart in zerojax.generate: the tokens are those "
-            "without it. transformers' may differ.", file, left_out,
+            "generate: %s has %s, which zerojax.generate does not support; transformers' tokens "
+            "may differ.", file, left_out,
         )  # fmt: skip
     values = {key: value for key, value in values.items() if value is not None}
     found = {RENAMED.get(key, key): values[key] for key in (*SAME, *RENAMED) if key in values}

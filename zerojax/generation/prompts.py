@@ -66,11 +66,7 @@ class Prompts(NamedTuple):
                     f"the prompt of row {i} is empty: start it with the model's first token (BOS)"
                 )
             if (wraps := (row > _INT32.max) | (row < _INT32.min)).any():
-                at = int(np.argmax(wraps))
-                raise ValueError(
-                    f"token {row[at]} at position {at} of row {i} is not among the tokens of any "
-                    f"model (0 ... {_INT32.max}): check the tokenizer"
-                )
+                raise _unknown_token(row, int(np.argmax(wraps)), i, _INT32.max)
         padded = np.zeros((len(rows), longest), np.int32)
         for line, row in zip(padded, rows, strict=True):
             line[: row.size] = row
@@ -96,10 +92,14 @@ class Prompts(NamedTuple):
         is_wrong &= self.mask
         if is_wrong.any():
             row, at = (int(i) for i in np.argwhere(is_wrong)[0])
-            raise ValueError(
-                f"token {self.tokens[row, at]} at position {at} of row {row} is not among the "
-                f"model's {vocabulary} tokens (0 ... {vocabulary - 1}): check the tokenizer"
-            )
+            raise _unknown_token(self.tokens[row], at, row, vocabulary - 1)
+
+
+def _unknown_token(tokens: np.ndarray, at: int, row: int, last: int) -> ValueError:
+    return ValueError(
+        f"token {tokens[at]} at position {at} of row {row} is not among the model's tokens (0 "
+        f"to {last}): check the tokenizer"
+    )
 
 
 def _rows(name: str, given: Any) -> list[np.ndarray]:
@@ -118,11 +118,9 @@ def _kept(rows: list[np.ndarray], mask: Any) -> list[np.ndarray]:
     if len(masks) != len(rows):
         raise ValueError(f"mask has {len(masks)} rows, and tokens {len(rows)}")
     for i, (kept, row) in enumerate(zip(masks, rows, strict=True)):
-        if kept.shape != row.shape:
+        if kept.shape != row.shape or not np.isin(kept, (0, 1)).all():
             raise ValueError(
-                f"row {i} of mask has the shape {kept.shape}, and of tokens {row.shape}: pass 1 or "
-                "0 for each token"
+                f"row {i} of mask does not fit the {row.size} tokens of that row: pass 1 or 0 "
+                "for each"
             )
-        if not np.isin(kept, (0, 1)).all():
-            raise ValueError(f"row {i} of mask has {kept[~np.isin(kept, (0, 1))][0]}: pass 1 or 0")
     return [row[kept != 0] for row, kept in zip(rows, masks, strict=True)]

@@ -15,7 +15,7 @@ from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.distributed.equality import require_same_values
 from zerojax.distributed.lockstep import lockstep
 from zerojax.generation import weights as at_rest
-from zerojax.generation.checks import check_dtype, check_key, check_values, integers
+from zerojax.generation.checks import check_dtype, check_key, check_values, integers, require
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source, decoder_of
 from zerojax.generation.options import Options
 from zerojax.generation.program import (
@@ -32,9 +32,8 @@ from zerojax.plan.table import size
 from zerojax.xla.types import PyTree
 
 SAME_PROMPTS = (
-    "generate takes the prompts of all processes, equal in each, and returns all rows in each: "
-    "combine them by jax.experimental.multihost_utils.process_allgather, and derive keys from one "
-    "seed"
+    "Pass all prompts in every process (jax.experimental.multihost_utils.process_allgather), "
+    "and a key of one seed"
 )
 
 
@@ -153,9 +152,8 @@ class Run(NamedTuple):
         if self.generation.decoder.takes_positions or len({*lengths}) == 1:
             return
         raise ValueError(
-            f"{what}: the model takes one token of all rows at a time, so that new tokens of "
-            "shorter prompts come before longer prompts are read: pass prompts of one length, or "
-            "call zerojax.generate without beams"
+            f"{what}: the model reads one token of all rows at a time: pass prompts of one length, "
+            "or call zerojax.generate without beams"
         )
 
     def written(self, progress: Progress) -> jax.Array:
@@ -174,8 +172,8 @@ class Run(NamedTuple):
             row = int(np.argmax(invalid))
             at = int(np.asarray(readable(progress.at))[row])
             raise FloatingPointError(
-                f"the logits of row {row} after its first {at} tokens contain NaN, so that no "
-                "token follows: check the parameters (jax.debug_nans names the operation)"
+                f"the logits of row {row} after its first {at} tokens contain NaN: check the "
+                "parameters (jax.debug_nans names the operation)"
             )
 
     def steps(self, progress: Progress) -> Iterator[Progress]:
@@ -189,22 +187,21 @@ class Run(NamedTuple):
 def _check_options(options: Options, key: object, weights: Weights | None) -> None:
     """Rejects options that are out of range, or that exclude each other."""
     sampling, beams = options.sampling, options.search.num_beams
-    if options.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens = {options.max_new_tokens} must be 1 or more")
+    require(options.max_new_tokens >= 1, "max_new_tokens", options.max_new_tokens, "1 or more")
     if not sampling.is_greedy:
         if key is None:
             raise ValueError(
                 f"temperature = {sampling.temperature} draws tokens: pass "
-                "key=jax.random.key(seed), or temperature=0 for the largest logit"
+                "key=jax.random.key(seed), or temperature=0"
             )
         check_key(key)
         if beams > 1:
             raise ValueError(
-                f"num_beams = {beams} beside temperature = {sampling.temperature}: a beam search "
-                "draws no tokens; pass num_beams=1 or temperature=0"
+                f"num_beams = {beams} beside temperature = {sampling.temperature}: a beam "
+                "search draws no tokens; pass num_beams=1 or temperature=0"
             )
-    if weights not in (None, "gathered", "by_layer"):
-        raise ValueError(f'weights = {weights!r} must be "gathered", "by_layer" or None')
+    is_known = weights in (None, "gathered", "by_layer")
+    require(is_known, "weights", weights, '"gathered", "by_layer" or None')
 
 
 def _check_beams(num_beams: int, cache: Cache, mesh: Any) -> None:
@@ -218,7 +215,7 @@ def _check_beams(num_beams: int, cache: Cache, mesh: Any) -> None:
     if free is None:
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_beams > cache.vocabulary:
-        limit = f"the model has {cache.vocabulary} tokens to begin one with"
+        limit = f"the model has only {cache.vocabulary} tokens"
     elif num_beams > 1 and kept > free:
         limit = f"their keys and values take {size(kept)} of a device's {size(free)}"
     else:
@@ -230,9 +227,9 @@ def _check_room(longest: int, max_new_tokens: int, limit: int | None) -> None:
     """Rejects rows that are longer than the model's longest."""
     if limit is not None and longest + max_new_tokens > limit:
         raise ValueError(
-            f"the longest row starts with {longest} tokens, padding included, and "
-            f"max_new_tokens = {max_new_tokens}: the model has positions for {limit}. Shorten "
-            f"the prompt, or pass max_new_tokens = {max(limit - longest, 0)} or less"
+            f"the longest prompt has {longest} tokens, padding included, and the model has "
+            f"positions for {limit}: shorten it, or pass max_new_tokens = "
+            f"{max(limit - longest, 0)} or less, not {max_new_tokens}"
         )
 
 
@@ -247,11 +244,7 @@ def _end_tokens(
     pad = next(iter(ends), 0) if pad is None else pad
     named = (("eos", ends), ("pad", (pad,)), ("forced_eos", forced))
     for name, token in ((name, token) for name, tokens in named for token in tokens):
-        if not 0 <= token < vocabulary:
-            raise ValueError(
-                f"{name} = {token} is not among the model's {vocabulary} tokens: pass {name}= one "
-                "of them"
-            )
+        require(0 <= token < vocabulary, name, token, f"one of the model's {vocabulary} tokens")
     return ends, pad
 
 

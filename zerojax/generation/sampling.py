@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.generation.checks import integer, number
+from zerojax.generation.checks import integer, number, require
 from zerojax.models.loss import widen
 
 
@@ -37,16 +37,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k = {self.top_k} must be 1 or more; None draws from all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p} must be above 0 and at most 1")
-        if self.is_greedy and (self.top_k, self.top_p) != (None, None):
-            raise ValueError(
-                "top_k and top_p need a temperature above 0: without one the largest logit is taken"
-            )
+        t, k, p = self.temperature, self.top_k, self.top_p
+        require(t >= 0, "temperature", t, "0 (greedy) or more")
+        require(k is None or k >= 1, "top_k", k, "1 or more, or None for all tokens")
+        require(p is None or 0 < p <= 1, "top_p", p, "above 0 and at most 1")
+        if self.is_greedy and (k, p) != (None, None):
+            raise ValueError("top_k and top_p need a temperature above 0")
 
     @classmethod
     def of(cls, temperature: Any, top_k: Any, top_p: Any) -> Sampling:

@@ -233,10 +233,7 @@ def parse(text: str) -> HloProgram:
         elif head := _INSTRUCTION.match(line):
             lines.append(_instruction(head, line[head.end() :]))
     if entry is None:
-        raise ValueError(
-            "no ENTRY computation: this is not the text of a compiled program; pass "
-            "compiled.as_text()"
-        )
+        raise ValueError("no ENTRY computation in the text: pass compiled.as_text()")
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     return HloProgram(computations, entry, math.prod(map(int, counts)))
 

@@ -46,20 +46,15 @@ def read(path: Path) -> AccelerateOptions:
     try:
         values, problems = read_checked(path)[1:]
     except ConfigError as error:
-        raise UsageError(f"{where}: {'; '.join(error.problems)}") from None
+        values, problems = {}, [*error.problems]
     environment = values.get("compute_environment", "LOCAL_MACHINE")
+    kind = str(values.get("distributed_type"))
     if environment != "LOCAL_MACHINE":
-        raise UsageError(
-            f"{where}: compute_environment {environment} is not supported: only LOCAL_MACHINE is"
-        )
+        problems = [f"compute_environment {environment} is not supported: write LOCAL_MACHINE"]
+    elif not problems and kind not in _TYPES:
+        problems = [f"distributed_type {kind} is none of {', '.join(_TYPES)}: use --nproc-per-node"]
     if problems:
         raise UsageError(f"{where}: {'; '.join(problems)}")
-    kind = values.get("distributed_type")
-    if kind not in _TYPES:
-        raise UsageError(
-            f"{where}: distributed_type {kind} is none of {', '.join(_TYPES)}: start without the "
-            "file, by --nproc-per-node N"
-        )
     return _machines(where, values, kind, _ignored(path, values))
 
 
@@ -71,9 +66,7 @@ def _machines(
     if count == -1:  # Accelerate's value for "not set"
         count = None
     if count is not None and (count < 1 or count % nodes):
-        raise UsageError(
-            f"{where}: num_processes {count} on num_machines {nodes}: make it a multiple"
-        )
+        raise UsageError(f"{where}: num_processes {count} is no multiple of num_machines {nodes}")
     environ = {}
     if values.get("use_cpu") or kind == "MULTI_CPU":
         environ["JAX_PLATFORMS"] = "cpu"
@@ -85,11 +78,9 @@ def _machines(
     if nodes == 1 or hostfile:
         file_of_hosts = Path(hostfile) if nodes > 1 and hostfile else None
         return AccelerateOptions(per_node, None, None, None, file_of_hosts, environ, ignored)
-    address = values.get("main_process_ip")
-    if not address:
-        raise UsageError(f"{where}: num_machines {nodes} needs main_process_ip")
-    if per_node is None:
-        raise UsageError(f"{where}: num_machines {nodes} needs num_processes")
+    address, given = values.get("main_process_ip"), {"num_processes": per_node}
+    if missing := [name for name, x in {"main_process_ip": address, **given}.items() if not x]:
+        raise UsageError(f"{where}: num_machines {nodes} needs {' and '.join(missing)}")
     port = values.get("main_process_port", _PORT)
     rank = values.get("machine_rank", 0)
     return AccelerateOptions(per_node, nodes, rank, f"{address}:{port}", None, environ, ignored)

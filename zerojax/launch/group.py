@@ -133,7 +133,7 @@ class Group:
                 is_file_limit = error.errno in (errno.EMFILE, errno.ENFILE)
                 raise UsageError(
                     f"{process.name} of {len(self._processes)} cannot be started: "
-                    f"{in_a_line(error)}" + ": `ulimit -n` allows more" * is_file_limit
+                    f"{in_a_line(error)}" + "; raise `ulimit -n`" * is_file_limit
                 ) from None
 
     def _start(self, process: Process, stack: contextlib.ExitStack) -> None:
@@ -288,9 +288,9 @@ class Group:
                 why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
                 return Failure(ended.at, 2, why, "", again=False)
             why = (
-                f"{process.name} ended first, with status 0, before the end of its script and "
-                "while others ran (os._exit(0), or what ends a process as it does): let the script "
-                "end in all processes, or end with another status"
+                f"{process.name} ended first, with status 0, before the end of its script "
+                "(os._exit(0) or the like): let the script end in all processes, or end with "
+                "another status"
             )
             return Failure(ended.at, 1, why, "")
         verb = "ended" if process.relays else "failed first"

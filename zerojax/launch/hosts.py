@@ -44,8 +44,7 @@ def read_hostfile(path: Path) -> list[Host]:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--hostfile {path} cannot be read: {in_a_line(error)}; give a file with lines "
-            "`HOST slots=N`"
+            f"--hostfile {path} cannot be read: {in_a_line(error)}; write lines `HOST slots=N`"
         ) from None
     hosts: list[Host] = []
     seen: dict[str, int] = {}
@@ -55,9 +54,8 @@ def read_hostfile(path: Path) -> list[Host]:
         if not (match := _LINE.fullmatch(text)) or not int(match[2]):
             raise UsageError(f"{path}:{number}: expected `HOST slots=N`, got {text!r}")
         if match[1] in seen:
-            raise UsageError(
-                f"{path}:{number}: {match[1]} stands in line {seen[match[1]]} too: one line a host"
-            )
+            first = seen[match[1]]
+            raise UsageError(f"{path}:{number}: {match[1]} is in line {first} too: remove one")
         seen[match[1]] = number
         hosts.append(Host(match[1], tuple(range(int(match[2])))))
     if not hosts:
@@ -78,7 +76,7 @@ def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[
       UsageError: Both are given, a name or slot is unknown, or nothing is left.
     """
     if include and exclude:
-        raise UsageError("give either --include or --exclude")
+        raise UsageError("--include and --exclude are both given: remove one")
     if not (spec := include or exclude):
         return hosts
     option = "--include" if include else "--exclude"
@@ -90,7 +88,7 @@ def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[
         if kept:
             selected.append(Host(host.name, kept))
     if not selected:
-        raise UsageError(f"{option} {spec} leaves no host: name fewer, or other ones")
+        raise UsageError(f"{option} {spec} leaves no host: name others")
     return selected
 
 
@@ -103,8 +101,7 @@ def _parse_slots(spec: str, hosts: dict[str, Host], option: str) -> dict[str, li
         if colon and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", slots):
             raise UsageError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
         for slot in map(int, slots.split(",")) if colon else hosts[name].slots:
-            if slot not in hosts[name].slots:
-                num_slots = len(hosts[name].slots)
-                raise UsageError(f"{option}: {name} has slots 0 to {num_slots - 1}, not {slot}")
+            if slot not in (known := hosts[name].slots):
+                raise UsageError(f"{option}: {name} has slots 0 to {len(known) - 1}, not {slot}")
             named.setdefault(name, []).append(slot)
     return named

@@ -76,7 +76,7 @@ def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
     if script[0] == "-m":
         top = script[1].partition(".")[0]
         if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            raise UsageError(f"no module named {top!r}, neither here nor installed: check the name")
+            raise UsageError(f"no module {top!r} here or installed: check the name")
     elif not os.path.isfile(script[0]):  # Path.is_file raises for names that are too long
         where = f" in {Path.cwd()}" * (not script[0].startswith("/"))
         raise UsageError(f"no script {script[0][:200] or repr('')}{where}: check the path")
@@ -130,5 +130,5 @@ def free_port() -> int:
                 continue
             return port
     raise UsageError(
-        "none of 100 ports from 20000 to 32000 is free here: choose one, --coordinator HOST:PORT"
+        "no port of 100 tried from 20000 to 32000 is free: pass --coordinator HOST:PORT"
     )

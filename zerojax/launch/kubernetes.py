@@ -43,7 +43,7 @@ def manifest(
       UsageError: There is no image.
     """
     if not image:
-        raise UsageError("--kubernetes needs the image of the pods")
+        raise UsageError("--kubernetes needs an image: --kubernetes IMAGE")
     name = _name(job)
     first_pod = f"{name}-{_WORKERS}-0-0.{name}:{_PORT}"
     exit_codes = {"operator": "In", "values": [PREEMPTED]}

@@ -42,13 +42,13 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
     count = node.counts[node.rank]
     if gpus and count > len(gpus):
         raise UsageError(
-            f"{count} processes, but this machine has {len(gpus)} GPUs for them: one process a "
-            "GPU; JAX_PLATFORMS=cpu starts processes on CPUs"
+            f"{count} processes do not fit {len(gpus)} GPUs: start one process a GPU, or set "
+            "JAX_PLATFORMS=cpu"
         )
     if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
         raise UsageError(
-            f"--nproc-per-node {count}: this machine has {os.cpu_count()} CPUs, for "
-            f"{_CPU_PROCESSES} processes each at most: give a lower number"
+            f"--nproc-per-node {count}: {os.cpu_count()} CPUs take at most {_CPU_PROCESSES} "
+            "processes each: lower it"
         )
     first = sum(node.counts[: node.rank])
     assigned = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
@@ -196,7 +196,7 @@ def _keep(files: list[Path], folder: Path) -> None:
         for file in files:
             shutil.copy(file, folder)
     except OSError as error:
-        say(f"{', '.join(file.name for file in files)} are not kept in {folder}: {error}")
+        say(f"{', '.join(file.name for file in files)} could not be moved to {folder}: {error}")
 
 
 def attempts(attempt: Callable[[], Outcome], max_restarts: int) -> int:

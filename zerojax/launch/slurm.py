@@ -73,12 +73,11 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
         raise UsageError(f"--slurm {options!r}: {error}") from None
     if odd := [word for word in (options, _name(job), str(job.log_dir)) if not word.isprintable()]:
         raise UsageError(
-            f"{odd[0]!r} has a character that does not print, a newline say: a batch script would "
-            "take the rest for a command"
+            f"{odd[0]!r} has a character that does not print, such as a newline: remove it"
         )
     misplaced = [word for word in user_options if not word.startswith("-")]
     if misplaced:
-        raise UsageError(f"--slurm: write --name=value, not {misplaced[0]!r} by itself")
+        raise UsageError(f"--slurm: {misplaced[0]!r} is no option: write --name=value")
     on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
     lines = [f"--job-name={_name(job)}", f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
     if on_gpus and not any(word.startswith(("--gpus", "--gres", "-G")) for word in user_options):
@@ -126,8 +125,8 @@ def submit(script: str, environ: Mapping[str, str]) -> int:
     """
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
         raise UsageError(
-            "--slurm: sbatch is not installed here; run this on a login node of the cluster, or "
-            "print the script with --dry-run"
+            "--slurm: sbatch is not installed here: run this on a login node, or print the script "
+            "with --dry-run"
         )
     completed = subprocess.run(["sbatch"], input=script, text=True, check=False, env=dict(environ))
     return completed.returncode

@@ -134,8 +134,8 @@ def padding_mask(attention_mask: jax.Array | None, tokens: jax.Array) -> jax.Arr
         return None
     if attention_mask.shape != tokens.shape:
         raise ValueError(
-            f"attention_mask has shape {attention_mask.shape}, and the tokens {tokens.shape}: a "
-            "decoder's mask has a number for each token, 0 on padding"
+            f"attention_mask has shape {attention_mask.shape}, and the tokens {tokens.shape}: pass "
+            "a number for each token, 0 on padding"
         )
     return attention_mask != 0
 
@@ -217,8 +217,8 @@ def last_tokens(x: jax.Array, tokens: jax.Array, pad_token_id: int | None) -> ja
     if pad_token_id is None:
         if len(tokens) > 1:
             raise ValueError(
-                "the config has no pad_token_id, which a batch needs to find each row's last "
-                "token: from_folder(folder, pad_token_id=...), or replace it in the config"
+                "the config has no pad_token_id, which finds each row's last token: set it, or "
+                "load the model with from_folder(folder, pad_token_id=...)"
             )
         return x[:, -1]
     positions = jnp.arange(tokens.shape[1])
@@ -231,6 +231,5 @@ def check_length(tokens: jax.Array, config: ModelConfig, field: str) -> None:
     length, limit = tokens.shape[1], getattr(config, field)
     if length > limit:
         raise ValueError(
-            f"{length} tokens in a row, but {field} = {limit}: cut the rows, or choose a config "
-            "with a larger one"
+            f"{length} tokens in a row, but {field} = {limit}: cut the rows, or increase it"
         )

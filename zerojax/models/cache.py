@@ -123,8 +123,8 @@ def check_memory(module: nn.Module, memory: jax.Array | None) -> None:
     """
     if memory is None and MEMORY not in module.variables:
         raise ValueError(
-            "decode: the first call needs memory=model.encode(sources, mask), and later calls the "
-            'collections "cache" and "memory" that it returns'
+            "decode: pass memory=model.encode(sources, mask) to the first call, and the "
+            'collections "cache" and "memory" that it returns to later calls'
         )
 
 
@@ -140,6 +140,6 @@ def check_cached(
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name} beside positions: a decoder with a cache takes rows that start in the "
-                "first column, and returns logits; leave one of the two out"
+                f"{name} beside positions: a decoder with a cache takes unpadded rows and returns "
+                "logits; pass only one of them"
             )

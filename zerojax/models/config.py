@@ -74,10 +74,7 @@ class ModelConfig:
     def check_heads(self, width: str, heads: str) -> None:
         """Rejects the config if its width is not a multiple of its number of heads."""
         if getattr(self, width) % getattr(self, heads):
-            raise ValueError(
-                f"{type(self).__name__}.{width} = {getattr(self, width)} does not divide into "
-                f"{heads} = {getattr(self, heads)}: choose a multiple"
-            )
+            self.reject(width, f"be a multiple of {heads} = {getattr(self, heads)}")
 
     def check_one_of(self, name: str, *known: object) -> None:
         """Rejects the config if the named field is not a known value."""

@@ -63,10 +63,7 @@ class DebertaConfig(EncoderConfig):
         self.check_one_of("conv_act", "gelu", "tanh")
         self.check_one_of("pos_att_type", (), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))
         if self.conv_kernel_size and self.conv_kernel_size % 2 == 0:
-            raise ValueError(
-                f"DebertaConfig.conv_kernel_size must be odd, or 0 for no convolution, not "
-                f"{self.conv_kernel_size}"
-            )
+            self.reject("conv_kernel_size", "be odd, or 0 for no convolution")
 
     @property
     def span(self) -> int:

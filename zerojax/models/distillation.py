@@ -72,24 +72,19 @@ def _check(
 ) -> None:
     if student.shape != teacher.shape:
         raise ValueError(
-            f"distillation_loss: the student has logits {[*student.shape]} and the teacher "
-            f"{[*teacher.shape]}: call both models with the same inputs, and cut the padding of "
-            "the larger vocabulary, teacher_logits[..., :V]"
+            f"distillation_loss: logits of the student are {[*student.shape]}, of the teacher "
+            f"{[*teacher.shape]}: call both with the same inputs, and cut the larger "
+            "vocabulary, teacher_logits[..., :V]"
         )
     if targets is not None:
-        if targets.shape != student.shape[:-1]:
+        is_integer = jnp.issubdtype(targets.dtype, jnp.integer)
+        if targets.shape != student.shape[:-1] or not is_integer:
             raise ValueError(
-                f"distillation_loss: targets are {[*targets.shape]}, and logits "
-                f"{[*student.shape]} need {[*student.shape[:-1]]}"
+                f"distillation_loss: targets are {targets.dtype}{[*targets.shape]}: pass token "
+                f"numbers, integers {[*student.shape[:-1]]}"
             )
-        if not jnp.issubdtype(targets.dtype, jnp.integer):
-            raise ValueError(
-                f"distillation_loss: targets are {targets.dtype}, and must be token numbers: pass "
-                "integers, and the teacher's output as teacher_logits"
-            )
-    if not temperature > 0:
+    if not (temperature > 0 and 0 <= hard_weight <= 1):
         raise ValueError(
-            f"distillation_loss: temperature = {temperature} must be above 0, such as 2.0"
+            f"distillation_loss: temperature = {temperature} must be above 0, and hard_weight "
+            f"= {hard_weight} from 0 to 1"
         )
-    if not 0 <= hard_weight <= 1:
-        raise ValueError(f"distillation_loss: hard_weight = {hard_weight} must be from 0 to 1")

@@ -220,8 +220,8 @@ class GPT(nn.Module):
             kernels, attention, layout = None, None, Layout()
         if kernels and layout.sequence:
             raise ValueError(
-                "GPT: its fused kernels take full rows, but the mesh's axis 'seq' splits them "
-                "along their tokens: pass kernels or sequence, not both"
+                "GPT: fused kernels take full rows, and the mesh's axis 'seq' splits them: pass "
+                "kernels or sequence, not both"
             )
         layout.check(tokens)
         check_length(tokens, c, "block_size")
@@ -259,9 +259,9 @@ def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None
     """
     if kernels:
         raise ValueError(
-            "kernels: the fused layers do not support tensor parallelism. Leave them out, and give "
-            f"the GPT only attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}), or "
-            f"leave {tensor.axis!r} out of the mesh"
+            "kernels: the fused layers do not support tensor parallelism: remove them and "
+            f"pass only attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}), or "
+            f"remove {tensor.axis!r} from the mesh"
         )
     tensor.check(config, "n_head", "n_embd", "vocab_size")
 

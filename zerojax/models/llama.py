@@ -107,16 +107,12 @@ class LlamaConfig(RopeConfig):
             "num_local_experts", "num_labels",
         )  # fmt: skip
         if self.head_dim is None and self.n_embd % (2 * self.n_head):
-            raise ValueError(
-                f"LlamaConfig.n_embd = {self.n_embd} does not divide into n_head = {self.n_head} "
-                "heads of an even size, as the rotation of pairs needs: choose a multiple of "
-                f"{2 * self.n_head}"
+            even = (
+                f"be a multiple of {2 * self.n_head}, for n_head = {self.n_head} heads of even size"
             )
-        if self.n_head % self.kv_heads:
-            raise ValueError(
-                f"LlamaConfig.n_head = {self.n_head} does not divide among n_kv_head = "
-                f"{self.kv_heads} key and value heads: choose a divisor of n_head"
-            )
+            self.reject("n_embd", even)
+        if self.n_kv_head:
+            self.check_heads("n_head", "n_kv_head")
         self.check_positive("rms_norm_eps")
         self.check_rope(self.head_size)
         self.check_one_of("hidden_act", *ACTIVATIONS)
@@ -296,13 +292,13 @@ class Llama(nn.Module):
         c = self.config
         if self.attention is not grouped_attention and (c.attn_logit_softcapping or c.layer_types):
             raise ValueError(
-                "attention: only zerojax.models.blocks.grouped_attention caps scores "
-                "(attn_logit_softcapping) or has a window in some layers only (layer_types)"
+                "attention: only zerojax.models.blocks.grouped_attention supports "
+                "attn_logit_softcapping and layer_types: use it"
             )
         if self.tensor and c.num_local_experts:
             raise ValueError(
-                f"num_local_experts: experts are not sharded over {self.tensor.axis!r}; leave that "
-                "axis out of the mesh"
+                f"num_local_experts: experts are not sharded over {self.tensor.axis!r}; remove "
+                "that axis from the mesh"
             )
         if self.tensor:
             sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")

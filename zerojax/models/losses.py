@@ -59,7 +59,7 @@ def call(
     if missing or not fields:
         raise TypeError(
             f"{type(model).__name__}.__call__ takes {', '.join(names)}, and the batch has "
-            f"{', '.join(batch)} (without columns of text): name the fields alike, or pass "
+            f"{', '.join(batch)} (without columns of text): rename the fields, or pass "
             "Trainer(loss=lambda model, batch: ...)"
         )
     if isinstance(model, nn.Module):
@@ -99,9 +99,8 @@ def causal_lm_loss(
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape != inputs.shape:
             raise ValueError(
-                f"attention_mask has shape {mask.shape} and input_ids {inputs.shape}, so that the "
-                f"mask does not say which tokens count: give the rows labels, {IGNORED} where none "
-                "does"
+                f"attention_mask has shape {mask.shape} and input_ids {inputs.shape}: give the "
+                f"rows labels, {IGNORED} on tokens that do not count"
             )
         labels = inputs if mask is None else jnp.where(mask == 0, IGNORED, inputs)
     labels = labels[:, 1:]
@@ -131,8 +130,7 @@ def seq2seq_loss(
         if any(getattr(config, name, None) is None for name in names):
             raise ValueError(
                 f"seq2seq_loss: the batch has no decoder_input_ids, and {type(model).__name__}'s "
-                f"config no {' and '.join(names)} to compute them from labels: let data_collator "
-                "add them"
+                f"config no {' and '.join(names)} to compute them: add them in data_collator"
             )
         fields = {**batch, "decoder_input_ids": shifted(batch["labels"], cast(Any, config))}
     logits = call(model, fields, without=("labels",))
@@ -164,9 +162,8 @@ def classification_loss(
         return {"loss": label_losses(logits, labels, label_smoothing), "logits": logits}
     if not jnp.issubdtype(labels.dtype, jnp.floating) or label_smoothing:
         raise ValueError(
-            f"labels are {labels.dtype}{[*labels.shape]}, as the logits: several labels a row are "
-            "floats, as for transformers (convert them by astype('float32')), and "
-            "label_smoothing_factor is for one label a row"
+            f"labels are {labels.dtype}{[*labels.shape]}, as the logits: pass several labels a row "
+            "as floats, astype('float32'), and without label_smoothing_factor"
         )
     about = carried(getattr(model, "config", None))
     if logits.shape[-1] == 1 or about.get("problem_type") == "regression":
@@ -177,8 +174,8 @@ def classification_loss(
 
 
 REGRESSION = (
-    "num_labels = 1, or problem_type = 'regression', is a regression: pass a loss of yours to the "
-    "Trainer, or num_labels=2 to from_folder"
+    "num_labels = 1, or problem_type = 'regression', is a regression: pass a loss of yours to "
+    "the Trainer, or num_labels=2 to from_folder"
 )
 
 
@@ -238,7 +235,7 @@ def smoothed(loss: Callable[..., object], factor: float) -> Callable[..., object
     if loss not in READY:
         names = ", ".join(ready.__name__ for ready in READY)
         raise ConfigError(
-            f"label_smoothing_factor = {factor:g} is an option of the ready losses: pass "
-            f"Trainer(loss=...) one of zerojax.trainer's {names}, or smooth the labels in your own"
+            f"label_smoothing_factor = {factor:g} needs a loss of zerojax.trainer: pass one of "
+            f"{names} as Trainer(loss=...), or smooth the labels in your own"
         )
     return functools.partial(loss, label_smoothing=factor)

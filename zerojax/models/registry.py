@@ -44,8 +44,8 @@ def find(name: str) -> Builder:
         matches = difflib.get_close_matches(name, entries, n=1)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         raise ModelError(
-            f"unknown model {name!r}.{hint} Known: {', '.join(sorted(entries)) or 'none'}; or give "
-            "module:function for a flax model of yours"
+            f"unknown model {name!r}.{hint} Known: {', '.join(sorted(entries)) or 'none'}; or pass "
+            "module:function for your own flax model"
         )
     return _imported(name, entries[name].module, entries[name].attr)
 
@@ -79,8 +79,8 @@ def bound(function: Builder, options: Mapping[str, object]) -> Builder:
     ]
     if missing:
         raise ModelError(
-            f"{getattr(function, '__name__', 'the function')} wants {', '.join(missing)}; it may "
-            f"take {', '.join(options)}, and give others a default"
+            f"{getattr(function, '__name__', 'the function')} requires {', '.join(missing)}: take "
+            f"only {', '.join(options)}, or give the others defaults"
         )
     return functools.partial(function, **{k: v for k, v in options.items() if k in parameters})
 

@@ -66,12 +66,10 @@ class T5Config(ModelConfig):
         self.check_positive("layer_norm_epsilon", "initializer_factor")
         self.check_one_of("feed_forward_proj", "relu", GATED)
         self.check_flags("tie_word_embeddings", "scale_decoder_outputs")
-        exact = self.relative_attention_num_buckets // 2
-        if not 2 <= exact < self.relative_attention_max_distance:
-            raise ValueError(
-                f"T5Config.relative_attention_num_buckets = {self.relative_attention_num_buckets} "
-                f"must be at least 4, and half of it less than relative_attention_max_distance = "
-                f"{self.relative_attention_max_distance}"
+        n, farthest = "relative_attention_num_buckets", self.relative_attention_max_distance
+        if not 2 <= self.relative_attention_num_buckets // 2 < farthest:
+            self.reject(
+                n, f"be from 4 to 2 * relative_attention_max_distance - 1 = {2 * farthest - 1}"
             )
 
 

@@ -39,9 +39,9 @@ def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None
     file = file if file.is_file() else file / "tokenizer.json"
     if not file.exists():
         raise FileNotFoundError(
-            f"{file} is not there. Where the model has only another kind of tokenizer file "
-            "(spm.model, vocab.json with merges.txt), transformers converts it: "
-            "AutoTokenizer.from_pretrained(folder, use_fast=True).save_pretrained(folder)"
+            f"{file} does not exist. Convert another tokenizer file (spm.model, or vocab.json with "
+            "merges.txt) by transformers: AutoTokenizer.from_pretrained(folder, "
+            "use_fast=True).save_pretrained(folder)"
         )
     try:
         tokenizer = _library().Tokenizer.from_file(str(file))
@@ -79,8 +79,8 @@ def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None
             continue
         if len(pair) != 2 or not known >= set(pair):
             raise ValueError(
-                f"{file}:{number}: {line!r} does not merge two symbols of earlier lines: give the "
-                "full vocab.bpe or merges.txt of a GPT-2"
+                f"{file}:{number}: {line!r} does not merge two symbols of earlier lines: pass the "
+                "complete vocab.bpe or merges.txt of a GPT-2"
             )
         pairs.append(pair)
         tokens.append("".join(pair))
@@ -117,9 +117,9 @@ def _checked(tokenizer: Tokenizer, vocab_size: int | None, source: str) -> Token
     if vocab_size is not None and ids[token] >= vocab_size:
         beyond = sum(i >= vocab_size for i in ids.values())
         raise ValueError(
-            f"{source} does not fit the model: {beyond} ids, up to {ids[token]} ({token!r}), are "
-            f"beyond vocab_size = {vocab_size}. Take the tokenizer of the model's own folder, or "
-            f"a model of vocab_size = {ids[token] + 1} or more"
+            f"{source} does not fit the model: {beyond} ids, up to {ids[token]} ({token!r}), "
+            f"are beyond vocab_size = {vocab_size}. Use the tokenizer of the model's folder, "
+            f"or vocab_size = {ids[token] + 1} or more"
         )
     return tokenizer
 
@@ -128,5 +128,5 @@ def _library() -> ModuleType:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError("tokenizers are of the extra: pip install -e '.[text]'") from None
+        raise ImportError("tokenizers is not installed: pip install -e '.[text]'") from None
     return tokenizers

@@ -81,11 +81,11 @@ class AfterStep:
             if self._flags.popleft():
                 self._flags.clear()
                 raise LossScaleError(
-                    "two calls ago a gradient overflowed with the loss scale at its minimum, "
-                    f"{self._config.min_loss_scale:g}. That step was skipped, this call has not "
-                    "run, and the state is intact. Look for NaN in the batch or the loss, lower "
-                    "the learning rate or min_loss_scale, or train in bf16; "
-                    "raise_error_at_min_scale = false skips such steps without an error."
+                    "a gradient overflowed at the minimum loss scale, "
+                    f"{self._config.min_loss_scale:g}, two calls ago. That step was skipped, "
+                    "this call has not run, and the state is intact. Look for NaN in the "
+                    "batch or the loss, lower the learning rate or min_loss_scale, or train "
+                    "in bf16; raise_error_at_min_scale = false only skips such steps."
                 )
         if self._config.wall_clock_breakdown:
             self._since, self._times = time.perf_counter(), {}

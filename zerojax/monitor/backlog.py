@@ -43,7 +43,7 @@ class Figures(NamedTuple):
 class Backlog:
     """A queue that keeps the figures of steps until the device is done, then writes them in order.
 
-    The first error of each writer is logged, and training goes on; the writer still gets the next
+    The first error of each writer is logged, and training continues; the writer still gets the next
     figures. Figures that remain are written when the interpreter exits.
 
     Args:
@@ -151,7 +151,8 @@ class Backlog:
         if what not in self._warned:
             self._warned.add(what)
             logging.getLogger("zerojax").warning(
-                "%s: metrics are missing (%s: %s). Training goes on; this is said once.",
+                "%s: metrics are missing (%s: %s). Training continues; this warning is not "
+                "repeated.",
                 what,
                 type(error).__name__,
                 error,

@@ -98,7 +98,7 @@ class FiniteWatch:
             "step %d: %s no longer finite (NaN or inf), and the update used it. Look at "
             "the batch of that step, or lower the learning rate; "
             "zerojax.zero(..., check_finite=True) skips such steps and counts them. "
-            "This is said once.",
+            "This warning is not repeated.",
             step,
             f"{', '.join(names)} {'are' if names[1:] else 'is'}",
         )

@@ -20,7 +20,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class MetricsWriter(Protocol):
-    """A destination of metrics. Its errors are logged, and training goes on.
+    """A destination of metrics. Its errors are logged, and training continues.
 
     Attributes:
       where: A description of the destination, for messages.
@@ -54,8 +54,7 @@ def check(config: ZeroConfig) -> None:
         except ImportError as error:
             raise ImportError(
                 f"the config's `{section}` needs the package {section}, which cannot be imported "
-                f"({error}). Install it with pip install {install}, or take `{section}` out of the "
-                "config."
+                f"({error}): pip install {install}, or remove `{section}` from the config"
             ) from error
 
 
@@ -91,8 +90,8 @@ def _folder(section: str, config: MonitorConfig) -> str:
         number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
         raise OSError(
             number or errno.EINVAL,
-            f"{section}.output_path: its files cannot be written ({why}); choose another folder, "
-            f"or take `{section}` out of the config",
+            f"{section}.output_path cannot be written ({why}); choose another folder, or "
+            f"remove `{section}` from the config",
             os.path.abspath(folder) if number else folder,
         ) from None
     return folder

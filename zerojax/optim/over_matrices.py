@@ -74,14 +74,14 @@ def over_matrices(fn: Function) -> Callable[[PyTree], PyTree]:
         name = jax.tree_util.keystr(path) or "the array"
         if x.ndim < 2:
             raise ValueError(
-                f"over_matrices: {name} has shape {x.shape}, not [..., m, n]: pass only matrices "
-                "and stacks of matrices (optax.partition or optax.masked select them)."
+                f"over_matrices: {name} has shape {x.shape}, not [..., m, n]: select the matrices "
+                "with optax.partition or optax.masked."
             )
         out: jax.Array = call(x.reshape(-1, *x.shape[-2:]))
         if out.shape[1:] != x.shape[-2:]:
             raise ValueError(
-                f"over_matrices: for {name} the function returns shape {out.shape[1:]}, not that "
-                f"of the matrix, {x.shape[-2:]}: return a matrix of the same shape."
+                f"over_matrices: the function returns {out.shape[1:]} for the matrix {name} of "
+                f"{x.shape[-2:]}: return a matrix of the same shape."
             )
         return out.reshape(x.shape)
 

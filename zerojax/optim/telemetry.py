@@ -67,8 +67,8 @@ def telemetry(state: PyTree) -> Telemetry:
     opt_state = find_zero_state(getattr(state, "zero_state", state))
     if opt_state is None:
         raise TypeError(
-            f"{type(state).__name__} holds no zerojax optimizer state: pass the decorated step "
-            "once it has run, or make the state with zero.init."
+            f"{type(state).__name__} holds no zerojax optimizer state: pass a state that zero.init "
+            "made or the decorated step returned."
         )
 
     figures = report(opt_state)

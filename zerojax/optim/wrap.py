@@ -137,8 +137,8 @@ def wrap(
     ZeroConfig(gradient_clipping=gradient_clipping)
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
         raise TypeError(
-            f"loss_scale: expected a zerojax.LossScale, got {loss_scale!r}; for a static scale "
-            "LossScale(loss_scale=128.0)"
+            f"loss_scale: expected a zerojax.LossScale, got {loss_scale!r}; write "
+            "LossScale(loss_scale=128.0) for a static scale"
         )
     wrapped = cast(ZeroTransformation, tx)
     if isinstance(tx, ZeroTransformation | BoundTransformation | NNXTransformation):

@@ -1,7 +1,7 @@
 """A loop over layers as a loop over ticks, in which every stage runs its own layers.
 
 All collectives over "stage" are collective-permutes of one micro-batch between neighbours: of the
-carry, which goes on to the next stage, and of the stream, which brings the inputs of later
+carry, which passes to the next stage, and of the stream, which brings the inputs of later
 micro-batches to the first stage and the outputs of the last stage back to where the inputs were.
 Sums over rows, such as gradients of the layers' weights, stay on their devices until the last tick.
 """

@@ -81,8 +81,8 @@ class Pipeline:
             self._loops = self._found(params)
         except UnevenError as e:
             raise ValueError(
-                f"{self._name} cannot run in pipeline stages: what it computes depends on the "
-                f"number of rows that it is given ({e}{e.contrast}). {e.remedy or ''}".rstrip()
+                f"{self._name} cannot run in pipeline stages: it depends on the number of rows "
+                f"({e}{e.contrast}). {e.remedy or ''}".rstrip()
             ) from e
 
     def _found(self, params: Sequence[bool]) -> dict[int, LayerLoop]:
@@ -107,10 +107,10 @@ class Pipeline:
         jaxprs.interpret(flat, layers, follow, lambda literal: None)
         if not found:
             raise ValueError(
-                f"{self._name} has no loop over layers that {self._schedule.stages} pipeline "
-                "stages could share: write the layers as flax.linen.scan, nnx.scan or jax.lax.scan "
-                "over parameters [layers, ...], which zerojax.weights.stacked returns for those of "
-                'separate blocks, or leave out the axis "stage".'
+                f"{self._name} has no loop over layers to divide among {self._schedule.stages} "
+                "pipeline stages: write the layers as flax.linen.scan, nnx.scan or "
+                "jax.lax.scan over parameters [layers, ...] (zerojax.weights.stacked makes "
+                "them of separate blocks), or remove the axis 'stage'."
             )
         return found
 
@@ -121,17 +121,17 @@ class Pipeline:
             fits = [k for k in range(1, n + 1) if n % k == 0]
             raise ValueError(
                 f"{self._name}: {stages} pipeline stages do not divide the {n} layers of the loop "
-                f'at {where(eqn)}: make the axis "stage" one of {fits}, or the layers a multiple '
-                f"of {stages}."
+                f"at {where(eqn)}: set the axis 'stage' to one of {fits}, or change the number of "
+                "layers."
             )
         missing = [i for i in layers if i != _RESIDUAL and not params[i]]
         if missing:
             raise ValueError(
                 f"{self._name}: the loop over layers at {where(eqn)} reads "
                 f"{self._paths[missing[0]]}, whose layers are not sharded over the pipeline "
-                'stages. Put the stacks of all layers into one dict, params["layers"], or, with '
-                'a TrainState, pass zerojax.zero(..., specs=...) with PartitionSpec("stage") for '
-                "the stacks, and PartitionSpec() for all others."
+                'stages. Put the stacks of all layers into params["layers"], or pass '
+                'zerojax.zero(..., specs=...) with PartitionSpec("stage") for the stacks and '
+                "PartitionSpec() for the rest."
             )
 
     def _loop(self, eqn: Equation) -> LayerLoop:
@@ -139,8 +139,8 @@ class Pipeline:
         if eqn.effects:  # which idle ticks would have too, on rows of no micro-batch
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: a layer prints, or calls back into "
-                f"Python ({where(eqn)}). Return the numbers from the step and print them outside, "
-                'or leave out the axis "stage".'
+                f"Python ({where(eqn)}). Return the numbers and print them outside the step, or "
+                "remove the axis 'stage'."
             )
         scan = jaxprs.scan_parts(eqn)
         given = [self._kind(v, eqn) for v in eqn.invars]
@@ -190,16 +190,16 @@ class Pipeline:
         if kind.problem is not None:
             why = f"{kind.problem.why} ({kind.problem.where})"
         elif kind.index:
-            why = f"computes with the numbers of rows within the batch ({where(eqn)})"
+            why = f"computes with row numbers ({where(eqn)})"
         elif not (kind.rows or kind.reduced or kind.name == "fixed"):
             why = f"computes with sums over all rows ({where(eqn)})"
         else:
             return
         raise ValueError(
             f"{self._name} cannot run in pipeline stages: a layer {why}, so that micro-batches "
-            "would give other numbers than the global batch. Compute it for each row (GroupNorm in "
-            "place of BatchNorm, or BatchNorm with use_running_average=True), or before or after "
-            'the loop over layers, or leave out the axis "stage".'
+            "would give other numbers. Compute it for each row (GroupNorm, or BatchNorm with "
+            "use_running_average=True) or outside the loop over layers, or remove the axis "
+            "'stage'."
         )
 
     def traced(self) -> tuple[Jaxpr, tuple[Any, ...]]:

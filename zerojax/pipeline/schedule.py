@@ -62,8 +62,8 @@ class Schedule(NamedTuple):
         more = self._replace(micro_batches=self.stages * -(-4 * (self.stages - 1) // self.stages))
         return (
             f"with {self.stages} pipeline stages and gradient_accumulation_steps = "
-            f"{self.micro_batches} every stage idles for {self.bubble:.0%} of the loops over "
-            f"layers: gradient_accumulation_steps = {more.micro_batches} lowers that to "
+            f"{self.micro_batches} each stage idles {self.bubble:.0%} of the time in the loops "
+            f"over layers: gradient_accumulation_steps = {more.micro_batches} lowers that to "
             f"{more.bubble:.0%}"
         )
 

@@ -170,10 +170,10 @@ class QuantizedWeights:
         if block_size and block is None:
             shard_shape = layout.shard_shape(leaf.shape, spec, self._mesh)
             raise ConfigError(
-                f"zero_optimization.zero_quantized_block_size = {block_size} elements make no "
-                f"block of {leaf.path} {tuple(leaf.shape)}, of which a device has {shard_shape}: "
-                "set a size of which each dimension takes a divisor, such as "
-                f"{_dividing(shard_shape, block_size)}, or null"
+                f"zero_optimization.zero_quantized_block_size = {block_size} does not divide "
+                f"{leaf.path} {tuple(leaf.shape)}, whose shards are {shard_shape}, into blocks: "
+                f"write {_dividing(shard_shape, block_size)}, whose factors divide the dimensions, "
+                "or null"
             )
         return block
 
@@ -217,9 +217,9 @@ def _check_float8(device: jax.Device) -> None:
     capability = getattr(device, "compute_capability", None)
     if device.platform == "gpu" and float(capability or 0) < 8.9:
         raise ConfigError(
-            'zero_optimization.zero_quantized_weights_dtype = "float8_e4m3fn" needs GPUs of '
-            f"compute capability 8.9 or more, and a {device.device_kind} has {capability}; set it "
-            'to "int8", which takes as many bytes'
+            'zero_optimization.zero_quantized_weights_dtype = "float8_e4m3fn" needs a GPU of '
+            f'compute capability 8.9, and {device.device_kind} has {capability}: write "int8", '
+            "which takes as many bytes"
         )
 
 

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import REPLICA, SEQUENCE, axis_size, joined_axes, sequence_size, zero_axis
+from zerojax.devices.mesh import REPLICA, axis_size, joined_axes, sequence_size, zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
 
@@ -271,41 +271,32 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
     Raises:
       ValueError: names the leaf, the axis and the remedy.
     """
-    if len(spec) != len(shape):
-        raise ValueError(
-            f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}: write at "
-            "most one entry a dimension"
-        )
     named = [a for entry in spec for a in layout.axes(entry)]
-    if twice := [a for a in named if named.count(a) > 1]:
-        raise ValueError(
-            f"{path}: its PartitionSpec {spec} names the axis {twice[0]!r} twice: an axis cuts one "
-            "dimension of an array. Take it out of one."
+    of_zero = joined_axes(zero_axis(mesh)) if sequence_size(mesh) > 1 else ()
+    of_zero = (*of_zero, *({REPLICA} & {*mesh.axis_names}))
+    twice = [a for a in named if named.count(a) > 1]
+    if len(spec) != len(shape):
+        problem = f"does not fit its shape {tuple(shape)}: write at most one entry a dimension"
+    elif twice:
+        problem = f"names the axis {twice[0]!r} twice: remove one"
+    elif taken := [a for a in named if a in of_zero]:
+        problem = (
+            f"names the axis {taken[0]!r}, over which zerojax itself places the state: remove it"
         )
-    if REPLICA in named and REPLICA in mesh.axis_names:
-        raise ValueError(
-            f"{path}: its PartitionSpec {spec} names the axis {REPLICA!r}, but every replica group "
-            f"holds the same state. Take {REPLICA!r} out: zerojax shards over the other axis of "
-            "the batch by itself."
+    elif unknown := [a for a in named if a not in mesh.axis_names]:
+        problem = (
+            f"names the axis {unknown[0]!r}, but the mesh has {mesh.axis_names}: pass a mesh with "
+            "that axis, map it in flax's logical axis rules, or pass zerojax.zero(..., "
+            "specs=PartitionSpec()) to shard only over ZeRO's axis"
         )
-    taken = joined_axes(zero_axis(mesh)) if sequence_size(mesh) > 1 else ()
-    if zero_axes := [a for a in named if a in taken]:
-        raise ValueError(
-            f"{path}: its PartitionSpec {spec} names the axis {zero_axes[0]!r}, but ZeRO shards "
-            f"over {' and '.join(map(repr, taken))} together. Take {zero_axes[0]!r} out: zerojax "
-            f"shards over both by itself; {SEQUENCE!r} cuts the tokens of a batch, no parameter."
+    else:
+        parts = [layout.parts(entry, mesh) for entry in spec]
+        uneven = [d for d, n in enumerate(parts) if shape[d] % n]
+        if not uneven:
+            return
+        d = uneven[0]
+        problem = (
+            f"does not fit: dimension {d} of {tuple(shape)} is not divisible by the {parts[d]} "
+            f"devices of {spec[d]!r}; remove the axis, or pad the dimension"
         )
-    for d, entry in enumerate(spec):
-        unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]
-        if unknown:
-            raise ValueError(
-                f"{path}: its PartitionSpec names the axis {unknown[0]!r}, but the mesh has "
-                f"{mesh.axis_names}. Pass a mesh with that axis, flax's logical axis rules that "
-                "map it, or zerojax.zero(..., specs=PartitionSpec()) for only ZeRO's axis."
-            )
-        if shape[d] % layout.parts(entry, mesh):
-            raise ValueError(
-                f"{path}: dimension {d} of {tuple(shape)} is not divisible by the "
-                f"{layout.parts(entry, mesh)} devices of axis {entry!r} in its own PartitionSpec: "
-                "take the axis out of the spec, or pad the dimension."
-            )
+    raise ValueError(f"{path}: its PartitionSpec {spec} {problem}.")

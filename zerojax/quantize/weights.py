@@ -147,9 +147,8 @@ def quantize_weights(
     chosen = [_choose(*each, select) for each in given]
     if not any(chosen):
         raise ValueError(
-            "quantize_weights: no array is a matrix of more than 8192 elements (tables of "
-            'embeddings excepted): write select=lambda path, x: "kernel" in path to quantize '
-            "smaller ones"
+            "quantize_weights: no array is a matrix of more than 8192 elements (apart from "
+            'embeddings): pass select=lambda path, x: "kernel" in path to quantize smaller ones'
         )
     arrays = [
         _quantized(*each, bits, group_size) if is_chosen else each[1]
@@ -191,13 +190,11 @@ def _dequantized(array: qwix.QArray) -> jax.Array:
 
 
 def _check(bits: int, group_size: int | None) -> None:
-    if isinstance(bits, bool) or bits not in _DTYPES:
-        raise ValueError(f"quantize_weights: bits={bits!r}: write bits=8 or bits=4")
     is_size = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0
-    if group_size is not None and not is_size:
+    if isinstance(bits, bool) or bits not in _DTYPES or not (group_size is None or is_size):
         raise ValueError(
-            f"quantize_weights: group_size={group_size!r}: write a positive number of inputs, "
-            "such as 128, or None for one scale an output"
+            f"quantize_weights: bits={bits!r}, group_size={group_size!r}: pass bits=8 or "
+            "bits=4, and a group_size above 0, such as 128, or None for one scale an output"
         )
 
 
@@ -217,7 +214,7 @@ def _choose(path: str, x: Any, stacked: bool, select: Select | None) -> bool:
         layers = " (the first holds layers)" if stacked else ""
         raise TypeError(
             f"quantize_weights: select returns True for {path}, {x.dtype}{list(x.shape)}{layers}: "
-            "it must leave out all but floating matrices and stacks of matrices"
+            "select only floating matrices and stacks of matrices"
         )
     return True
 
@@ -281,9 +278,9 @@ def check_trainable(name: str, params: PyTree) -> None:
 
 
 _REMEDY = (
-    "is quantized, and quantized weights cannot be trained: train the original state, and pass "
-    "zerojax.quantize_weights(state) to zero.evaluate only; keep the quantized base of adapters in "
-    "a field of the state beside params"
+    "is quantized, and cannot be trained: train the original state, and pass "
+    "zerojax.quantize_weights(state) only to zero.evaluate; keep a quantized base of adapters "
+    "in another field of the state"
 )
 
 

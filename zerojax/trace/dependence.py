@@ -63,8 +63,8 @@ def check_late(jaxpr: Jaxpr, given: Parts, results: PyTree, name: str) -> None:
     for (path, i), result in zip(inner_leaves, jax.tree.leaves(index), strict=True):
         if source[result] != i:
             raise NotImplementedError(
-                f"{name} changes state.opt_state{jax.tree_util.keystr(path)}; under offload the "
-                "update follows the step. Change it between two steps, or train without "
+                f"{name} changes state.opt_state{jax.tree_util.keystr(path)}, and under offload "
+                "the update follows the step. Change it between two steps, or train without "
                 "offload."
             )
     late = [*_named("state", lateness[0].rest), *_named("its result", beside(lateness[1]))]
@@ -72,9 +72,9 @@ def check_late(jaxpr: Jaxpr, given: Parts, results: PyTree, name: str) -> None:
     late += [] if all(_is_sum(jaxpr, *each) for each in new) else ["state.params"]
     if late:
         raise NotImplementedError(
-            f"{name} computes {', '.join(late[:3])} from the parameters it has just updated; under "
-            "offload the update follows the step, sub-group by sub-group. Compute it from "
-            "the state that the step returns, or with the parameters before the update."
+            f"{name} computes {', '.join(late[:3])} from the parameters it has just updated, and "
+            "under offload the update follows the step. Compute it from the state that the step "
+            "returns, or with the parameters before the update."
         )
 
 

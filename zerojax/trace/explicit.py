@@ -62,9 +62,8 @@ def make_jaxpr(
             closed, shape = hijax.trace(explicit, *args)
         except Exception as error:
             error.add_note(
-                f"zerojax: this was traced under jax.set_mesh with the explicit axes {names}, the "
-                "types of parameters being their own specs. With axis_types=(AxisType.Auto, ...) "
-                "in jax.make_mesh results need no stated sharding."
+                f"zerojax: this was traced under jax.set_mesh with the explicit axes {names}. Make "
+                "the mesh with axis_types=(AxisType.Auto, ...) to leave shardings to the compiler."
             )
             raise
         return _automatic(closed, mesh), shape
@@ -188,8 +187,8 @@ def _equation(
         return [_placed(values[0], requested, mesh)]
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
-            "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "
-            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), one for each axis."
+            "jax.shard_map is not supported in a step under explicit axes: make the mesh with "
+            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))."
         )
     params = map_jaxprs(eqn.params, lambda x: jaxprs.shaped_like(x, _automatic(x, mesh)))
     if requested is not None:

@@ -37,19 +37,18 @@ def _check_scaled(jaxpr: Jaxpr) -> None:
     gradients = origins[GRADIENT]
     if any(MarkOrigins.MARK in origin for origin in origins[LOSS]):
         raise ValueError(
-            "a loss that zerojax.value_and_grad or zerojax.grad takes the gradient of has such a "
-            "gradient in it, with the loss scale: take the inner one with jax.grad."
+            "a loss differentiated by zerojax.value_and_grad or zerojax.grad contains another such "
+            "gradient, with the loss scale: take the inner one with jax.grad."
         )
     if missing := sum(MarkOrigins.MARK not in origin for origin in gradients):
         raise ValueError(
-            f"fp16 is on, but {missing} of {len(gradients)} gradients reach the optimizer without "
-            "the loss scale: take them with zerojax.value_and_grad or zerojax.grad, which scale "
-            "the loss (without loss_scale=), in place of jax's, nnx's or flax DynamicScale's."
+            f"fp16 is on, and {missing} of {len(gradients)} gradients reach the optimizer without "
+            "the loss scale: take them with zerojax.value_and_grad or zerojax.grad, not with "
+            "jax's, nnx's or flax DynamicScale's."
         )
     if mixed := sum(MarkOrigins.MIXED in origin for origin in gradients):
         raise ValueError(
-            f"fp16 is on, and {mixed} of {len(gradients)} gradients are clipped, or added to "
-            "something else, before they reach the optimizer: there they still are larger by the "
-            "loss scale. Put clipping, decay and noise into the optax chain (gradient_clipping "
-            "does the first); zerojax.telemetry has the norm."
+            f"fp16 is on, and {mixed} of {len(gradients)} gradients are clipped, or added to, "
+            "before the loss scale is divided out. Move clipping (gradient_clipping), decay and "
+            "noise into the optax chain; zerojax.telemetry has the norm."
         )

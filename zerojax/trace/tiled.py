@@ -58,13 +58,12 @@ def tiled(fn: Callable[..., PyTree], *, chunks: int, shards: int = 1) -> Callabl
         if isinstance(fn, nn.Module) and fn.is_initializing():
             return fn(*args)
         length = _length(name, args)
-        if length % shards:
-            raise ValueError(
-                f"tiled({name}): {length} positions in {shards} shards; make them equal"
-            )
         stretch = length // shards
-        if chunks > stretch:
-            raise ValueError(f"tiled({name}): {chunks} chunks of {stretch} positions; take fewer")
+        if length % shards or chunks > stretch:
+            raise ValueError(
+                f"tiled({name}): {length} positions do not divide into {shards} equal shards of at "
+                f"least {chunks} chunks: pad them, or lower chunks"
+            )
         chunk_size = -(-stretch // chunks)
         count, size = -(-stretch // chunk_size), chunk_size * shards
         stacks = jax.tree.map(lambda x: _stack(x, shards, count, chunk_size), args)
@@ -84,12 +83,14 @@ def _length(name: str, args: PyTree) -> int:
         if jnp.ndim(x) < 2:
             raise ValueError(
                 f"tiled({name}): argument {jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, "
-                "not [B, T, ...]; let the function close over what is no sequence"
+                "not [B, T, ...]; let the function close over other arrays"
             )
         lengths[jnp.shape(x)[1]] = jax.tree_util.keystr(path)
     if len(lengths) != 1:
         found = ", ".join(f"{length} in {path}" for length, path in lengths.items())
-        raise ValueError(f"tiled({name}): its arguments [B, T, ...] have T of {found or 'nothing'}")
+        raise ValueError(
+            f"tiled({name}): its arguments [B, T, ...] need one T, and have {found or 'none'}"
+        )
     return next(iter(lengths))
 
 
@@ -127,8 +128,8 @@ def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
             out, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable)
         except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
             raise ValueError(
-                f"tiled({name}): the module reads variables that are not its own, as one that was "
-                "given submodules created outside of it does; create these inside, or tile each"
+                f"tiled({name}): the module reads variables of a module created outside it; create "
+                "that one inside, or tile each"
             ) from error
         if names := [
             key
@@ -136,8 +137,8 @@ def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
             if any(id(x) not in read for x in jax.tree.leaves(tree))
         ]:
             raise ValueError(
-                f"tiled({name}): the module changes {', '.join(names)}, which chunks of a sequence "
-                "cannot do; call it without tiled"
+                f"tiled({name}): the module changes {', '.join(names)}, which chunks cannot; call "
+                "it without tiled"
             )
         return out
 
@@ -154,14 +155,13 @@ def _check(name: str, run: Callable[..., PyTree], first: PyTree, size: int) -> N
     except TraceContextError as error:
         raise ValueError(
             f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "
-            "such as the keys of dropout or running means, which chunks of a sequence cannot do; "
-            "call it without tiled"
+            "such as keys of dropout or running means, which chunks cannot; call it without tiled"
         ) from error
     if holds(open_jaxpr(traced)[0], _draws, everything):
         raise ValueError(
-            f"tiled({name}): the function draws random numbers (dropout?), and each chunk would "
-            "draw the same ones; draw before or after it, or call it without tiled. A linen "
-            "module draws its parameters: give tiled the module, not a function that calls it"
+            f"tiled({name}): the function draws random numbers (dropout, or parameters of a linen "
+            "module), the same in each chunk; draw them outside, pass a linen module itself, or "
+            "call it without tiled"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(results):
         if x.ndim < 2 or x.shape[1] != size:

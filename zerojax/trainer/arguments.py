@@ -291,7 +291,7 @@ did you mean `learning_rate`?
 
     def _contradictions(self) -> Iterator[str]:
         if self.bf16 and self.fp16:
-            yield "bf16 and fp16 are both true; choose one"
+            yield "bf16 and fp16 are both true; set one to false"
         yield from optimizer_problems(self.optim, self.optim_args)
         if self.lr_scheduler_type == BY_METRIC and self.eval_strategy == "no":
             yield (
@@ -309,10 +309,10 @@ did you mean `learning_rate`?
                     '"mics_shard_size": 8}}'
                 )
         if self.fsdp and self.deepspeed is not None:
-            yield "fsdp and deepspeed are both given; keep one"
+            yield "fsdp and deepspeed are both given; remove one"
         if self.save_strategy == "best":
             if self.eval_strategy == "no":
-                yield 'save_strategy is "best", and eval_strategy "no"; set eval_strategy'
+                yield 'save_strategy is "best" and eval_strategy "no"; set eval_strategy'
             return
         if not self.load_best_model_at_end:
             return

@@ -201,16 +201,14 @@ class Callbacks:
         for callback in self._all:
             if not isinstance(callback, TrainerCallback):
                 raise TypeError(
-                    f"callbacks: {callback!r} is no callback; derive its class from "
+                    f"callbacks: {callback!r} is no callback; derive it from "
                     "zerojax.trainer.TrainerCallback"
                 )
             for name in dir(callback):
                 if name.startswith("on_") and name not in EVENTS:
                     reason = UNSUPPORTED_EVENTS.get(name) or suggestion(name, EVENTS)
-                    raise TypeError(
-                        f"callbacks: {type(callback).__name__}.{name} would never be called; "
-                        f"{reason}"
-                    )
+                    what = f"{type(callback).__name__}.{name}"
+                    raise TypeError(f"callbacks: {what} would never be called; {reason}")
 
     def __call__(
         self, event: str, state: TrainerState, control: TrainerControl, **kwargs: object

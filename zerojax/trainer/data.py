@@ -53,9 +53,9 @@ def check(name: str, dataset: Any) -> int:
     is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_sequence or isinstance(dataset, Mapping):
         raise TypeError(
-            f"{name}: {type(dataset).__name__} has no rows by number and no length, and cannot be "
-            "read again, which a run needs to go on where it stopped: pass a list, a "
-            "datasets.Dataset or IterableDataset, or a grain.MapDataset or IterDataset"
+            f"{name}: {type(dataset).__name__} has no rows by number and cannot be read again: "
+            "pass a list, a datasets.Dataset or IterableDataset, or a grain.MapDataset or "
+            "IterDataset"
         )
     if not len(dataset):
         raise ValueError(f"{name} is empty: pass at least one row")
@@ -114,8 +114,7 @@ class Epochs(NamedTuple):
             raise ValueError(
                 f"train_dataset has {rows} rows, fewer than the {micro_batch} of a micro-batch "
                 f"(per_device_train_batch_size {args.per_device_train_batch_size} x {world} "
-                "devices), and dataloader_drop_last leaves them out: lower the first, or take the "
-                "second out"
+                "devices): lower that, or remove dataloader_drop_last"
             )
         updates = math.ceil(rows_read / batch)
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
@@ -246,15 +245,14 @@ class Reader:
         batch = self._collator(rows)
         if not isinstance(batch, Mapping):
             raise TypeError(
-                f"data_collator gave {type(batch).__name__}: return a dict of arrays, rows first"
+                f"data_collator gave {type(batch).__name__}: return a dict of arrays [rows, ...]"
             )
         arrays = {name: np.asarray(x) for name, x in batch.items()}
         for name, x in arrays.items():
             if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(indices):
                 raise TypeError(
-                    f"the batch's {name} is {x.dtype}{list(x.shape)}, and numbers with "
-                    f"{len(indices)} rows are needed: take the column out, or pad and convert "
-                    "it in data_collator"
+                    f"the batch's {name} is {x.dtype}{list(x.shape)}, not {len(indices)} rows of "
+                    "numbers: remove the column, or convert it in data_collator"
                 )
         return arrays, left_out
 
@@ -302,8 +300,8 @@ def stacked(rows: list[Any]) -> dict[str, np.ndarray]:
     first = rows[0]
     if not isinstance(first, Mapping):
         raise TypeError(
-            f"a row is {type(first).__name__}, not a dict: pass data_collator, which turns a list "
-            "of rows into a dict of arrays"
+            f"a row is {type(first).__name__}, not a dict: pass data_collator, a function from "
+            "rows to a dict of arrays"
         )
     batch = {}
     for name in first:
@@ -315,7 +313,7 @@ def stacked(rows: list[Any]) -> dict[str, np.ndarray]:
         if len(shapes) > 1:
             raise ValueError(
                 f"{name}: rows of shapes {shapes[0]} and {shapes[1]}: pad them to one length, or "
-                "pass a data_collator that pads to few lengths, as each one compiles"
+                "pass a data_collator that pads to few lengths (each compiles a step)"
             )
         batch["labels" if name in ("label", "label_ids") else name] = np.stack(columns)
     return batch

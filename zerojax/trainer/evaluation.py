@@ -112,15 +112,14 @@ class Evaluator:
         try:
             computed = self.compute_metrics(given)
             if not isinstance(computed, Mapping):
-                raise TypeError(
-                    f"compute_metrics returned {type(computed).__name__}; return a dict of numbers"
-                )
+                kind = type(computed).__name__
+                raise TypeError(f"compute_metrics returned {kind}; return a dict of numbers")
             plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in computed.items()}
             json.dumps(plain)  # checkpoints hold the history
         except Exception as error:
             shapes = jax.tree.map(np.shape, tuple(given))
             error.add_note(
-                f"Raised by compute_metrics, of predictions {shapes[0]} and label_ids {shapes[1]}."
+                f"Raised by compute_metrics for predictions {shapes[0]} and label_ids {shapes[1]}."
             )
             raise
         return {(k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in plain.items()}
@@ -161,8 +160,8 @@ class Evaluator:
             output = self.run(state, reader, prefix, keep, rows)
             if keep and output.label_ids is None:
                 raise ValueError(
-                    f"compute_metrics needs labels, and no field of eval_dataset is named "
-                    f"{' or '.join(self._labels)}: say what they are called in label_names"
+                    "compute_metrics needs labels, and no field of eval_dataset is named "
+                    f"{' or '.join(self._labels)}: name them in label_names"
                 )
             metrics |= output.metrics
         if args.load_best_model_at_end or args.save_strategy == "best":
@@ -196,7 +195,7 @@ def evaluation_sets(given: object, prefix: str) -> dict[str, Any]:
     """
     if isinstance(given, Mapping):
         if not given:
-            raise ValueError("eval_dataset is a dict without datasets")
+            raise ValueError("eval_dataset is a dict without datasets: add one, or pass None")
         return {f"{prefix}_{name}": dataset for name, dataset in given.items()}
     return {prefix: given}
 

@@ -78,8 +78,8 @@ class Limits:
             logits = next(iter(forward.predictions.values())).shape
             if labels.dtype.kind not in "iub" and labels.shape[1:] != logits[1:]:
                 raise TypeError(
-                    f"labels are {labels.dtype}, and {self._loss.__name__} needs integers: "
-                    "convert them, or pass Trainer(loss=...) for another loss"
+                    f"labels are {labels.dtype}, and {self._loss.__name__} needs integers: convert "
+                    "them, or pass Trainer(loss=...)"
                 )
             self._within(batch, "labels", logits[-1], f"the last axis of {self._name}'s logits")
         if "attention_mask" in batch and not self._masks:
@@ -94,15 +94,15 @@ class Limits:
                 raise ValueError(
                     f"the batch has a loss_mask, which neither the loss nor {self._name}.__call__ "
                     f"reads: give the rows labels, {IGNORED} where none counts, or pass "
-                    "Trainer(loss=...) for a loss that reads it; or take the column out"
+                    "Trainer(loss=...), or remove the column"
                 )
             mask = {"attention_mask"} if self._ready and not self._masks else set()  # see _unmasked
             unread = [*left_out, *(n for n in unread if n not in mask | {*self._labels})]
             if new := [name for name in unread if name not in self._named]:
                 self._named.update(new)
                 log.warning(
-                    "columns without effect: %s. Neither the loss nor %s.__call__ reads them; take "
-                    "them out where that is right.", ", ".join(new), self._name,
+                    "columns without effect: %s. Neither the loss nor %s.__call__ reads them; "
+                    "remove them, or rename them to its arguments.", ", ".join(new), self._name,
                 )  # fmt: skip
         return self._known[names]
 
@@ -117,7 +117,7 @@ class Limits:
             note = f" ({IGNORED} is a label that does not count)" * (name == "labels")
             raise ValueError(
                 f"{name} have {values[out_of_range][0]}, and {of} has {size}: number them from 0, "
-                f"or give the model more{note}"
+                f"or enlarge the model{note}"
             )
 
     def _of_all(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -140,8 +140,8 @@ class Limits:
         elif not self._warned and not mask.all():
             self._warned = True
             log.warning(
-                "the batch has an attention_mask, and %s.__call__ takes none: padding counts as "
-                "tokens do", self._name,
+                "the batch has an attention_mask, and %s.__call__ takes none: it computes padding "
+                "as it does tokens", self._name,
             )  # fmt: skip
 
 

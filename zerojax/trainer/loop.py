@@ -427,7 +427,6 @@ def _check_cpus(args: TrainingArguments, platform: str) -> None:
     """
     if args.use_cpu and platform != "cpu":
         raise ValueError(
-            f"use_cpu = true, and the devices are of {platform}, where JAX has placed the program: "
-            "start it with JAX_PLATFORMS=cpu in the environment, or call "
+            f"use_cpu = true, and JAX uses {platform}: set JAX_PLATFORMS=cpu, or call "
             "jax.config.update('jax_platforms', 'cpu') before JAX is first used"
         )

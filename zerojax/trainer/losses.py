@@ -82,8 +82,8 @@ def forward_of(given: object) -> Forward:
     if isinstance(loss, tuple) or jnp.ndim(loss):
         shapes = jax.tree.map(jnp.shape, loss)
         raise TypeError(
-            f"the loss is a scalar, or a pair (values, weights) of one shape, not {shapes}: take "
-            "the mean over its rows, or add the weights"
+            f"the loss is a scalar, or a pair (values, weights) of one shape, not {shapes}: return "
+            "its mean, or add weights"
         )
     return Forward(jnp.asarray(loss), None, predictions)
 
@@ -97,10 +97,9 @@ def mean_loss(given: object) -> jax.Array:
     mean = forward_of(given).mean
     if mean is None:
         raise ValueError(
-            "no loss: the model gave none of this batch, or an array in place of a scalar. Give "
-            "the rows `labels`, and let the model's __call__ take them and return {'loss': ...}, "
-            "or pass Trainer(loss=zerojax.trainer.causal_lm_loss), seq2seq_loss, "
-            "classification_loss or your own: (model, batch) to a scalar, or to (values, weights) "
-            "of rows or tokens"
+            "no loss: the model gave none of this batch. Give the rows `labels` and return "
+            "{'loss': ...} from __call__, or pass Trainer(loss=...): zerojax.trainer's "
+            "causal_lm_loss, seq2seq_loss or classification_loss, or a function (model, batch) "
+            "of yours"
         )
     return mean

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 
 from zerojax.config.errors import ConfigError
-from zerojax.trainer.schedules import Options, chosen_options
+from zerojax.trainer.schedules import Options, check_choice, chosen_options
 
 NAME = "reduce_lr_on_plateau"
 
@@ -47,12 +47,8 @@ class MetricRate:
 
     def __init__(self, rate: float, options: Options | None = None) -> None:
         self._rate, self._options = rate, chosen_options(NAME, _OPTIONS, options)
-        for option, values in (("mode", ("min", "max")), ("threshold_mode", ("rel", "abs"))):
-            if self._options[option] not in values:
-                raise ConfigError(
-                    f"lr_scheduler_kwargs: {option} = {self._options[option]!r} is none of "
-                    f"{', '.join(values)}"
-                )
+        check_choice(self._options, "mode", ("min", "max"))
+        check_choice(self._options, "threshold_mode", ("rel", "abs"))
         if not 0 < self._options["factor"] < 1:
             raise ConfigError("lr_scheduler_kwargs: factor must be between 0 and 1")
 

@@ -71,8 +71,8 @@ def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Linen | Nnx
     """
     if any(c.__module__.partition(".")[0] == "torch" for c in type(model).__mro__):
         raise TypeError(
-            f"model: {type(model).__name__} is a PyTorch model: pass the folder that its "
-            "save_pretrained wrote, loaded = zerojax.models.from_folder(path), as "
+            f"model: {type(model).__name__} is a PyTorch model: load the folder of its "
+            "save_pretrained, loaded = zerojax.models.from_folder(path), and pass "
             "Trainer(loaded.model, params=loaded.parameters, loss=loaded.loss)"
         )
     if nn.Module in getattr(model, "__mro__", ()):
@@ -85,8 +85,8 @@ def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Linen | Nnx
     if isinstance(model, nnx.Module) or callable(model):
         return Nnx(model, loss, seed)
     raise TypeError(
-        f"model: {type(model).__name__} is neither a flax.linen nor an nnx module, nor a function "
-        "from rngs to an nnx module"
+        f"model: {type(model).__name__} is neither a flax.linen nor an nnx module: pass one, or a "
+        "function from rngs to an nnx module"
     )
 
 
@@ -116,8 +116,8 @@ def with_remat(model: object) -> nn.Module:
         if dataclasses.is_dataclass(config) and hasattr(config, "remat"):
             return model.clone(config=dataclasses.replace(config, remat=True))  # type: ignore[type-var]
     raise ValueError(
-        "gradient_checkpointing: the model has no field `remat`, nor has its `config`: put "
-        "nn.remat or nnx.remat around its blocks, and leave the argument out"
+        "gradient_checkpointing: the model has no field `remat`, nor has its `config`: wrap its "
+        "blocks in nn.remat or nnx.remat, and remove the argument"
     )
 
 

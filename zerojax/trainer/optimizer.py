@@ -78,12 +78,12 @@ def _replaced(args: TrainingArguments, config: ZeroConfig) -> Iterator[str]:
     """Yields a problem for each setting that the user's transformation replaces."""
     for name in ("optimizer", "scheduler"):
         if getattr(config, name) is not None:
-            yield f"{name}: the JSON names one, and Trainer(optimizer=...) another; keep one"
+            yield f"{name}: the JSON names one, and Trainer(optimizer=...) another; remove one"
     for name in args.changed(IN_TRANSFORMATION):
         yield (
-            f"{name} = {as_text(getattr(args, name))} has no effect on a transformation of yours: "
-            'build it into that, as optax.adamw(schedule("cosine", Run(rate, warmup, steps))) with '
-            "schedule and Run of zerojax.trainer.schedules, or leave optimizer= out"
+            f"{name} = {as_text(getattr(args, name))} has no effect on your transformation: "
+            'build it in, optax.adamw(schedule("cosine", Run(rate, warmup, steps))) with '
+            "schedule and Run of zerojax.trainer.schedules, or remove optimizer="
         )
 
 

@@ -148,7 +148,7 @@ def optim_options(name: str, given: str | None) -> dict[str, Any]:
             remedy = "weight_decay is an argument" if equals else "write name=value,name=value"
             raise ConfigError(f"optim_args: {as_text(entry)}: {remedy}")
         if option not in known:
-            remedy = suggestion(option, known) if known else "take it out"
+            remedy = suggestion(option, known) if known else "remove it"
             raise ConfigError(f"optim_args: {name} has no {option}; {remedy}")
         kind = known[option].kind
         try:

@@ -104,6 +104,6 @@ def row_lengths(dataset: Any, column: str) -> np.ndarray:
             )
             return np.array([len(x) if name == "input_ids" else int(x) for x in values])
     raise ValueError(
-        f'train_sampling_strategy = "group_by_length" needs the rows\' lengths: give them a field '
+        'train_sampling_strategy = "group_by_length" needs the lengths of rows: add a field '
         f"{column} (length_column_name) or input_ids"
     )

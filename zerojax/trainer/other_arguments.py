@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "bf16_full_eval": ((False,), "bf16=True evaluates in bfloat16, too"),
     "fp16_full_eval": ((False,), "fp16=True evaluates in float16, too"),
     "save_only_model": ((False,), "checkpoints have the optimizer's state; save_model() has not"),
-    "ignore_data_skip": ((False,), "a continued run reads on where it stood"),
+    "ignore_data_skip": ((False,), "a resumed run reads from the row after its last one"),
     "restore_callback_states_from_checkpoint": ((False,), "callbacks keep no state"),
     "batch_eval_metrics": ((False,), "compute_metrics gets all rows at once"),
     "eval_do_concat_batches": ((True,), "predictions are joined"),
@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "include_for_metrics": (([], (), None), "return them from loss= beside `loss`"),
     "accelerator_config": (
         (None, THEIR_DEFAULTS["accelerator_config"]),
-        "zerojax's own loop has no Accelerator; take it out",
+        "zerojax's loop has no Accelerator; remove it",
     ),
     "predict_with_generate": ((False,), "generate with zerojax.generation.beam_search"),
     "sortish_sampler": ((False,), 'train_sampling_strategy="group_by_length" sorts by length'),
@@ -135,8 +135,7 @@ def refuse_overrides(subclass: type) -> None:
     for name in vars(subclass):
         if name in OVERRIDDEN:
             raise TypeError(
-                f"{subclass.__name__}.{name}: zerojax.Trainer never calls it, and would train "
-                f"without it; {OVERRIDDEN[name]}"
+                f"{subclass.__name__}.{name}: zerojax.Trainer never calls it; {OVERRIDDEN[name]}"
             )
 
 
@@ -149,7 +148,7 @@ def refuse(given: Mapping[str, object], known: Iterable[str]) -> None:
     for name, value in given.items():
         if name in OF_TRAINER and value is None:
             continue
-        reason = OF_TRAINER.get(name) or hint(closest(name, [*known]), "take it out")
+        reason = OF_TRAINER.get(name) or hint(closest(name, [*known]), "remove it")
         problem = "not supported" if name in OF_TRAINER else "unknown argument"
         raise TypeError(f"Trainer: {name}: {problem}; {reason}")
 

@@ -72,7 +72,8 @@ def resolved(
             problems.append(
                 f"{entry.path} = {as_text(given)}, but TrainingArguments say "
                 f"{_described(args, entry)}"
-                f'{" (the default)" * is_default}; write "auto" in the JSON, or give both one value'
+                f'{" (the default)" * is_default}; write "auto" in the JSON, or set both to '
+                "one value"
             )
     problems += _other_optimizer(args, _get(raw, "optimizer.type"))
     for section, monitor in _monitors(args).items():
@@ -139,8 +140,7 @@ def _other_optimizer(args: TrainingArguments, kind: object) -> Iterator[str]:
     for name in args.changed(("optim_args",) if is_same else ("optim", "optim_args")):
         yield (
             f"optimizer.type = {as_text(kind)}, but TrainingArguments say {name} = "
-            f"{as_text(getattr(args, name))}; leave {name} out for the optimizer of the JSON, or "
-            "leave its section `optimizer` out"
+            f"{as_text(getattr(args, name))}; remove {name}, or the JSON's `optimizer`"
         )
 
 

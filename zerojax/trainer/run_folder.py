@@ -97,8 +97,8 @@ class RunFolder:
             if step is None:
                 problem = "has no checkpoint" if folder.exists() else "does not exist: nothing"
                 raise CheckpointError(
-                    f"{folder} {problem} to go on from: train() without resume_from_checkpoint "
-                    "begins a new run"
+                    f"{folder} {problem} to resume from: call train() without "
+                    "resume_from_checkpoint to begin a new run"
                 )
             extra = source.extra(step, process=0)
             self._check(extra, f"{folder}/{step}")
@@ -150,8 +150,8 @@ class RunFolder:
     def _check(self, extra: object, where: str) -> None:
         if not isinstance(extra, Mapping) or not {"trainer", "data", "losses"} <= extra.keys():
             raise CheckpointError(
-                f"{where} was not saved by a Trainer, and has no position in the data; start from "
-                "its parameters: Trainer(params=...)"
+                f"{where} was not saved by a Trainer, and has no position in the data: pass its "
+                "parameters, Trainer(params=...)"
             )
         previous, current = dict(extra["data"]), self._data()
         steps = previous.pop("steps"), current.pop("steps")
@@ -160,13 +160,13 @@ class RunFolder:
                        if previous.get(k) != current.get(k)]  # fmt: skip
         if differences:
             raise CheckpointError(
-                f"{where} is of other data: {', '.join(differences)}; a run goes on with the same, "
-                "and a new one may start from its parameters: Trainer(params=...)"
+                f"{where} was trained on other data: {', '.join(differences)}. Resume with the "
+                "same data, or start a new run from its parameters, Trainer(params=...)"
             )
         if steps[0] != steps[1]:
             log.warning(
-                "%s is of a run of %d steps, and this one has %d: its schedule is that of %d steps "
-                "from here on", where, *steps, steps[1],
+                "%s is of a run of %d steps, and this one has %d: from here on the schedule is "
+                "that of %d steps", where, *steps, steps[1],
             )  # fmt: skip
 
     def _later(self, after: int) -> list[int]:
@@ -181,9 +181,9 @@ class RunFolder:
         later = self._later(after)
         if later and not self._args.overwrite_output_dir:
             raise CheckpointError(
-                f"{self.checkpoints.directory} has checkpoints of steps {later[0]} to {later[-1]}: "
-                "go on from the last with train(resume_from_checkpoint=True), choose another "
-                "output_dir, or let overwrite_output_dir=True remove them"
+                f"{self.checkpoints.directory} has checkpoints of steps {later[0]} to "
+                f"{later[-1]}: resume from the last with train(resume_from_checkpoint=True), "
+                "choose another output_dir, or remove them with overwrite_output_dir=True"
             )
 
     def _make_room(self, after: int) -> None:

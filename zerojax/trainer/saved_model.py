@@ -67,9 +67,8 @@ def known_names(config: object) -> Names | None:
             else:
                 return renamed
         log.warning(
-            "save_model: the parameters are not those of a model with %s, and are saved with "
-            "flax's names, which transformers does not know; pass names= (%s)",
-            type(config).__name__, errors[0],
+            "save_model: the parameters do not fit %s, and are saved with flax's names, which "
+            "transformers does not know; pass names= (%s)", type(config).__name__, errors[0],
         )  # fmt: skip
         return Renamed(None, {})
 

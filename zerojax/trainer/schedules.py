@@ -24,7 +24,7 @@ The rates that evaluations decide are in :mod:`zerojax.trainer.metric_rates`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -103,10 +103,20 @@ def chosen_options(
       ConfigError: The schedule does not have an option.
     """
     for option in (options or {}).keys() - defaults.keys():
-        raise ConfigError(
-            f"lr_scheduler_kwargs: {name} has no {option}; {suggestion(option, defaults)}"
-        )
+        remedy = suggestion(option, defaults)
+        raise ConfigError(f"lr_scheduler_kwargs: {name} has no {option}; {remedy}")
     return {**defaults, **(options or {})}
+
+
+def check_choice(options: Options, option: str, values: Iterable[str]) -> None:
+    """Checks that an option has one of its values.
+
+    Raises:
+      ConfigError: It has another value.
+    """
+    if options[option] not in values:
+        known = ", ".join(values)
+        raise ConfigError(f"lr_scheduler_kwargs: {option} = {options[option]!r} is none of {known}")
 
 
 def _cosine(x: jax.Array, cycles: float) -> jax.Array:
@@ -148,10 +158,7 @@ _FALLS: dict[str, Callable[[jax.Array, float], jax.Array]] = {
 
 
 def _fall(options: Options, option: str, y: jax.Array, cycles: float) -> jax.Array:
-    if options[option] not in _FALLS:
-        raise ConfigError(
-            f"lr_scheduler_kwargs: {option} = {options[option]!r} is none of {', '.join(_FALLS)}"
-        )
+    check_choice(options, option, _FALLS)
     return _FALLS[options[option]](jnp.clip(y, 0.0, 1.0), cycles)
 
 

@@ -115,7 +115,7 @@ def fit(
       zero = zerojax.zero(fitted.config)
     """
     if jax.process_count() > 1:  # each would stop its search by its own clock
-        raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
+        raise ValueError("fit: run `zerojax fit --out FILE` once, and pass FILE in all processes")
     raw, read_problems = as_json(config, auto)
     if problems := read_problems + stand_in(raw, auto or {}).problems:
         raise ConfigError(problems)
@@ -158,8 +158,8 @@ def _nothing_fits(study: Study, searched: SearchResult, devices: str) -> str:
     """Returns a message that explains why no choice fits, and what to do."""
     if searched.unseen:
         return (
-            f"nothing that was compiled fits {devices}, and the limit of compiles or of seconds "
-            f"came before these: {listed(searched.unseen)}. Raise the limit"
+            f"nothing that was compiled fits {devices}, and the limit of compiles or of "
+            f"seconds was reached before these: {listed(searched.unseen)}. Raise the limit"
         )
     least_gb = study.least(searched.leanest) / 1e9
     hint = "" if searched.leanest.remat else ", or a model that takes `remat`"

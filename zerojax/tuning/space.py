@@ -84,9 +84,9 @@ class Space:
         within = [n for n in sizes if self._within(n)]
         if not within:
             raise ConfigError(
-                f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows is within the "
-                "section's bounds (min_ and max_train_micro_batch_size_per_gpu, min_ and "
-                "max_train_batch_size); widen them"
+                f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows is within "
+                "min_ and max_train_micro_batch_size_per_gpu, min_ and max_train_batch_size: "
+                "widen them"
             )
         return within
 
@@ -177,8 +177,8 @@ def left_open(
     total = requested_rows(rows, total)
     if isinstance(total, int) and total % world:
         raise ConfigError(
-            f"train_batch_size: {total} rows do not divide among {world} devices; take "
-            + nearest_multiples(total, world)
+            f"train_batch_size: {total} rows do not divide among {world} devices: write "
+            f"{nearest_multiples(total, world)}"
         )
     stages = (1, 2, 3) if any(zero.get(key) for key in QUANTIZED) else (0, 1, 2, 3)
     space = Space(

@@ -26,8 +26,8 @@ LEARNING_RATE = 1e-4  # of AdamW, if the config names no optimizer; the rate cha
 
 # Part of the error message for a bare model that is not a language model.
 _TAKEN_AS = """\
-A bare model is taken as a language model: tokens int32 [B, T] -> logits [B, T, V]. For any other
-give a function that returns zerojax.Workload(create_state, train_step, batch), as the one for
+A bare model is taken as a language model: tokens int32 [B, T] -> logits [B, T, V]. For any other,
+pass a function that returns zerojax.Workload(create_state, train_step, batch), such as the one for
 images in help(zerojax.Workload)."""
 
 
@@ -167,7 +167,7 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
     if not isinstance(model, linen.Module | nnx.Module):
         raise TypeError(
             f"a {type(model).__name__} is no flax model: return a linen module, an nnx.Module, or "
-            "a zerojax.Workload(create_state, train_step, batch)"
+            "zerojax.Workload(create_state, train_step, batch)"
         )
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)}
@@ -227,8 +227,8 @@ def _linen(
         if others := set(variables) - {"params"}:
             name = type(model).__name__
             raise ModelError(
-                f"{name} has {', '.join(sorted(others))} beside its parameters, which the step "
-                f"of a bare model does not carry.\n{_TAKEN_AS}"
+                f"{name} has {', '.join(sorted(others))} beside its parameters, which the step of "
+                f"a bare model does not update.\n{_TAKEN_AS}"
             )
         return cast(
             TrainState,

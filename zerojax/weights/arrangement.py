@@ -173,7 +173,7 @@ class Arrangement(NamedTuple):
             raise ValueError(f'"{text}" is no arrangement: write "o i -> i o"')
         tensor, parameter = (_dimensions(side, text) for side in sides)
         if ((_ELLIPSIS,) in tensor) != ((_ELLIPSIS,) in parameter):
-            raise ValueError(f'"{text}" has ... on one side only: write it on both or on none')
+            raise ValueError(f'"{text}" has ... on one side: write it on both')
         return cls(tensor, parameter)
 
     def links(
@@ -225,8 +225,8 @@ def _dimensions(side: str, text: str) -> tuple[tuple[str, ...], ...]:
         match = _SIDE.match(side, position)
         if match is None:
             raise ValueError(
-                f'"{text}" is no arrangement: {side[position:].strip()!r} is no axis; write names '
-                'with spaces between, "o i -> i o"'
+                f'"{text}" is no arrangement: {side[position:].strip()!r} is no axis; separate '
+                'names by spaces, "o i -> i o"'
             )
         dimensions.append(
             tuple(match["group"].strip("()").split()) if match["group"] else (match[0].strip(),)
@@ -234,7 +234,7 @@ def _dimensions(side: str, text: str) -> tuple[tuple[str, ...], ...]:
         position = match.end()
     axes = [axis for dimension in dimensions for axis in dimension]
     if duplicates := {axis for axis in axes if axes.count(axis) > 1}:
-        raise ValueError(f'"{text}" has {min(duplicates)} twice on one side: rename one of them')
+        raise ValueError(f'"{text}" has {min(duplicates)} twice on one side: rename one')
     return tuple(dimensions)
 
 
@@ -257,7 +257,7 @@ class _Links:
         self.sizes = {**sizes, **{axis: len(values) for axis, values in self.parts.items()}}
         if len(self.parameter) != len(shape):
             raise self._error(
-                f"has {len(self.parameter)} dimensions for a parameter {[*shape]}: write "
+                f"has {len(self.parameter)} dimensions, the parameter is {[*shape]}: write "
                 f"{len(shape)} axes after ->, or several in brackets for one dimension"
             )
         of_tensor = {axis for dimension in self.tensor for axis in dimension}
@@ -268,13 +268,12 @@ class _Links:
         one_sided = (of_parameter - of_tensor) ^ {*self.numbered}
         if wrong := one_sided | (self.chosen - given.keys()):
             raise self._error(
-                f"{min(wrong)} must be on both sides of ->; or only after it, and as "
-                f"{{{min(wrong)}}} in the name {name}; or only before it, and in the path"
+                f"{min(wrong)} is on one side of ->: write it on both, or also as {{{min(wrong)}}} "
+                f"in the name {name} (right side) or in the path (left side)"
             )
         if wrong := {axis for axis in self.sections if not self._leads(axis)}:
             raise self._error(
-                f"{min(wrong)} has sizes and must be the first of several axes: write "
-                f"({min(wrong)} ...)"
+                f"{min(wrong)} has sizes: write ({min(wrong)} ...), as the first of several axes"
             )
 
     def _error(self, text: str) -> ValueError:
@@ -299,9 +298,7 @@ class _Links:
         at = at | {axis: self._index(axis) for axis in self.chosen}
         sizes = self._inferred(self.sizes, at)
         if unknown := {axis for axis in self.chosen if axis not in sizes}:
-            raise self._error(
-                f"the length of {min(unknown)} is not known: give it in parts or sizes"
-            )
+            raise self._error(f"the length of {min(unknown)} is unknown: pass it in parts or sizes")
         tensor_shape, tensor_start, tensor_steps = self._laid(self.tensor, sizes, at)
         shape, start, steps = self._laid(self.parameter, sizes, at)
         if shape != self.shape:
@@ -325,16 +322,12 @@ class _Links:
         return self.parts[axis][index] if axis in self.parts else str(index)
 
     def _index(self, axis: str) -> int:
-        value = self.given[axis]
-        if axis in self.parts:
-            if value not in self.parts[axis]:
-                raise self._error(
-                    f"{axis} = {value!r}, parts has {', '.join(self.parts[axis])}: add it there"
-                )
-            return self.parts[axis].index(value)
-        if not value.isdecimal():
-            raise self._error(f"{axis} = {value!r} is no number: give its values in parts")
-        return int(value)
+        value, known = self.given[axis], self.parts.get(axis)
+        if known is None and value.isdecimal():
+            return int(value)
+        if known is None or value not in known:
+            raise self._error(f"parts has no value {value!r} of {axis}: add it")
+        return known.index(value)
 
     def _inferred(self, known: Mapping[str, int], at: Mapping[str, int]) -> dict[str, int]:
         """Infers the lengths of the parameter's axes from its shape."""
@@ -348,7 +341,7 @@ class _Links:
             unknown = [axis for axis in axes if axis not in sizes]
             if len(unknown) > 1:
                 raise self._error(
-                    f"the lengths of {' and '.join(unknown)} are not known: give all but one, "
+                    f"the lengths of {' and '.join(unknown)} are unknown: pass all but one, "
                     f"Tensor(..., sizes={{{unknown[0]!r}: ...}})"
                 )
             product = math.prod(sizes[axis] for axis in axes if axis in sizes)

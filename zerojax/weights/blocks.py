@@ -55,7 +55,7 @@ def stacked(params: PyTree, blocks: str = "h_{}", stack: str | None = None) -> P
         if missing := {*range(len(numbers))} - numbers.keys():
             raise ValueError(
                 f"{'/'.join((*path, blocks))}: there are blocks {sorted(numbers)}, and "
-                f"{min(missing)} is missing: number them from 0 on."
+                f"{min(missing)} is missing: number them from 0."
             )
         joined = _joined([items.pop(numbers[n]) for n in range(len(numbers))], blocks)
         if names.is_list and not items:
@@ -63,8 +63,8 @@ def stacked(params: PyTree, blocks: str = "h_{}", stack: str | None = None) -> P
         if names.is_list or names.stack in items:
             raise ValueError(
                 f"{'/'.join((*path, blocks))}: beside the blocks there is "
-                f"{names.stack if names.stack in items else next(iter(items))!r}: pass another key "
-                "for the stack, stacked(params, blocks, stack)."
+                f"{names.stack if names.stack in items else next(iter(items))!r}: name the stack "
+                "otherwise, stacked(params, blocks, stack)."
             )
         return _like(tree, {**items, names.stack: joined})
 
@@ -135,7 +135,7 @@ class _Names(NamedTuple):
         if last.count("{}") != 1 or "{}" in "".join(above) or (last == "{}" and not above):
             raise ValueError(
                 f"blocks = {blocks!r} must be the key of blocks with {{}} for their numbers, "
-                '"h_{}", or that of a list, "layers/{}".'
+                '"h_{}", or of a list, "layers/{}".'
             )
         if last == "{}":
             return cls((*above,), last, above[-1])
@@ -183,14 +183,14 @@ def _joined(blocks: list[PyTree], name: str) -> PyTree:
         leaves, other = jax.tree.flatten(block)
         if other != structure:  # type: ignore[operator]
             raise ValueError(
-                f"block {name.format(i)} has other arrays than block {name.format(0)}: stack only "
-                f"blocks of the same kind ({other} instead of {structure})."
+                f"block {name.format(i)} has other arrays than block {name.format(0)}: stack "
+                f"blocks of one kind ({other} instead of {structure})."
             )
         for (path, x), y in zip(first, leaves, strict=True):
             if (np.shape(x), x.dtype) != (np.shape(y), y.dtype):
                 raise ValueError(
                     f"{name.format(i)}{keystr(path)} is {y.dtype}{[*y.shape]}, that of block 0 "
-                    f"{x.dtype}{[*x.shape]}: stack only blocks of equal arrays."
+                    f"{x.dtype}{[*x.shape]}: stack only equal blocks."
                 )
     joined = jax.tree.map(lambda *leaves: _stack(leaves), *blocks)
     return meta.add_axis(joined, 0, {meta.PARTITION_NAME: None})
@@ -202,8 +202,8 @@ def _split(stack: PyTree, name: str) -> list[PyTree]:
     sizes = {np.shape(x)[:1] for x in leaves}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
-            f"{name} is not a stack of blocks: its arrays have the first dimensions "
-            f"{sorted(sizes)}, not one number of blocks."
+            f"{name} is not a stack of blocks: the first dimensions of its arrays are "
+            f"{sorted(sizes)}."
         )
     ((n,),) = sizes
     parts = [_unstack(x) for x in leaves]

@@ -119,17 +119,15 @@ def fit(
         problems.append(f"{name} {[*linked.tensors[name]]} is missing")
     for short in sorted(found.keys() - {*needed.values()} - copies.keys()):
         if not names.is_ignored(short):
-            problems.append(
-                f"{short} {[*found[short].shape]} is one tensor too many, no parameter of the model"
-            )
+            problems.append(f"{short} {[*found[short].shape]} belongs to no parameter of the model")
     sources = {name: found[short] for name, short in needed.items() if short in found}
     owners = {part.tensor: path for path, parts in linked.links.items() for part in parts}
     for name, tensor in sorted(sources.items()):
         path = owners[name]
         problems += _mismatch(name, tensor, linked.tensors[name], path, dtypes[path])
     remedy = (
-        "Load into the model that was saved, or pass names={parameter: tensor}, with None for a "
-        "parameter without a tensor; Names(ignored=[...]) leaves out tensors."
+        "Load into the model that was saved, or pass names={parameter: tensor}, with None for "
+        "a parameter without a tensor and Names(ignored=[...]) for other tensors."
     )
     refuse(f"{source} does not fit the model; nothing was loaded", problems, remedy)
     for copy, short in copies.items():
@@ -144,14 +142,14 @@ def _mismatch(
     if tensor.shape != tuple(needed):
         remedy = ""
         if tensor.shape == tuple(needed)[::-1]:
-            remedy = ': transpose by the arrangement "o i -> i o", or not where you do'
+            remedy = ': write the arrangement "o i -> i o", or remove it'
         return [f"{name} is {[*tensor.shape]}, the model needs {[*needed]}{remedy} (for {path})"]
     are_floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
     if are_floats or tensor.dtype == dtype:
         return []
     return [
-        f"{name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} "
-        f"{dtype.name}, and only floats are cast: save a quantized model in floats first"
+        f"{name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} {dtype.name}: save "
+        "floats, the only dtypes that are cast"
     ]
 
 
@@ -172,8 +170,8 @@ def _check_copy(copy: FileTensor, tensor: FileTensor) -> None:
     if not is_same:
         raise ValueError(
             f"{copy.file}: {copy.name} {[*copy.shape]} differs from {tensor.name} "
-            f"{[*tensor.shape]}, but the model has one table for both; nothing was loaded. Load an "
-            "untied model, if there is one"
+            f"{[*tensor.shape]}, and the model has one table for both; nothing was loaded. Load "
+            "into an untied model"
         )
 
 

@@ -23,8 +23,8 @@ from zerojax.weights.arrangement import Arrangement, Link, Parts
 
 SHOWN = 5
 _REMEDY = (
-    "Nothing was read or written. Give each parameter the name of a tensor, or None if no tensor "
-    "has it, by its path: names={'h_0/kernel': 'h.0.weight'}."
+    "Nothing was read or written. Give each parameter, by its path, the name of a tensor or "
+    "None: names={'h_0/kernel': 'h.0.weight'}."
 )
 _PLACEHOLDER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS = {None: r"[^/.]+", "int": r"\d+", "path": r".+"}
@@ -189,7 +189,7 @@ def pattern_of(text: str) -> re.Pattern[str]:
     regex, position = "", 0
     for match in _PLACEHOLDER.finditer(text):
         if match[2] not in _KINDS:
-            raise ValueError(f"{text}: {match[0]} is none of {{x}}, {{x:int}}, {{x:path}}")
+            raise ValueError(f"{text}: {match[0]} is unknown: write {{x}}, {{x:int}} or {{x:path}}")
         regex += re.escape(text[position : match.start()])
         is_repeated = f"(?P<{match[1]}>" in regex
         regex += f"(?P={match[1]})" if is_repeated else f"(?P<{match[1]}>{_KINDS[match[2]]})"
@@ -215,7 +215,7 @@ def _uncovered(name: str, shape: Sequence[int], held: int) -> str:
     size = math.prod(shape)
     if held > size:
         return (
-            f"{name} {[*shape]} has {size} elements, and parameters take {held} of them: give all "
-            "but one of these parameters Tensor(..., tied=True)"
+            f"{name} {[*shape]} has {size} elements, and parameters take {held} of them: set "
+            "Tensor(..., tied=True) for all but one of them"
         )
     return f"{name} {[*shape]} has {size} elements, and the parameters take {held} of them"

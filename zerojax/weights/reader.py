@@ -124,8 +124,8 @@ def _open_indexed(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str
         found = _open_file(file, stack)
         if mismatched := indexed ^ found.keys():
             raise ValueError(
-                f"{folder / INDEX} and {file.name} do not agree on {_named(min(mismatched))} "
-                f"({len(mismatched)} such tensors): copy index and files from the same save"
+                f"{folder / INDEX} and {file.name} disagree on {_named(min(mismatched))} "
+                f"({len(mismatched)} such tensors): copy index and files of one save"
             )
         tensors |= found
     return tensors
@@ -136,9 +136,8 @@ def _files_of(folder: pathlib.Path) -> dict[str, set[str]]:
     index = folder / INDEX
     if not index.is_file():
         raise FileNotFoundError(
-            f"{folder} has neither {SINGLE} nor {INDEX}: give a folder with one of them, or a "
-            "file. Other formats (pytorch_model.bin) are written anew by transformers' "
-            "save_pretrained"
+            f"{folder} has neither {SINGLE} nor {INDEX}: pass a folder with one of them, or a "
+            "file. Convert other formats (pytorch_model.bin) with transformers' save_pretrained"
         )
     try:
         weight_map = read_json(index).get("weight_map")
@@ -162,19 +161,19 @@ def _in_folder(folder: pathlib.Path, name: str) -> pathlib.Path:
     path, index = pathlib.PurePath(name), folder / INDEX
     if not path.name or path.is_absolute() or ".." in path.parts:
         raise ValueError(
-            f"{index} names {_named(name)}, which is outside of the folder: files are named within "
-            "it, as model-00001-of-00002.safetensors; copy index and files from the same save"
+            f"{index} names {_named(name)}, which is outside of the folder: copy index and files "
+            "of one save"
         )
     if not os.path.isfile(folder / path):  # False for a name that is too long
         raise FileNotFoundError(
-            f"{index} names {_named(name)}, which is not in the folder: copy it there too"
+            f"{index} names {_named(name)}, which is not in the folder: copy it there"
         )
     return folder / path
 
 
 def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, FileTensor]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: give a safetensors file or its folder")
+        raise FileNotFoundError(f"{path} does not exist: pass a safetensors file or its folder")
     file = stack.enter_context(path.open("rb", buffering=0))
     try:
         with safetensors.safe_open(path, framework="numpy"):
@@ -183,9 +182,8 @@ def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Fil
         header = json.loads(file.read(length))
     except safetensors.SafetensorError as error:
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is cut short or no safetensors file "
-            f"({error!s:.400}): copy it again (`git lfs pull` where git keeps the large files "
-            "elsewhere)"
+            f"{path} ({path.stat().st_size} bytes) is truncated or no safetensors file "
+            f"({error!s:.400}): copy it again (`git lfs pull` in a git repository)"
         ) from None
     header.pop("__metadata__", None)
     return {
@@ -208,7 +206,9 @@ def read_json(file: pathlib.Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}): copy the file again") from None
     if not isinstance(values, dict):
-        raise ValueError(f"not JSON (a {type(values).__name__} where an object is needed)")
+        raise ValueError(
+            f"not JSON ({type(values).__name__} instead of an object): copy the file again"
+        )
     return values
 
 

@@ -62,9 +62,9 @@ def save(
     for path, leaf in opened.leaves.items():
         if not getattr(unwrap_stored(leaf), "is_fully_addressable", True):
             raise ValueError(
-                f"params: {path} {[*leaf.shape]} is on devices of other processes too: save a "
-                "checkpoint and write its parameters by `python -m zerojax export`, or gather them "
-                "(jax.experimental.multihost_utils.process_allgather) and save in one process"
+                f"params: {path} {[*leaf.shape]} has shards in other processes: save a checkpoint "
+                "and run `python -m zerojax export`, or gather the parameters "
+                "(jax.experimental.multihost_utils.process_allgather)"
             )
     dtypes = {path: saved_dtype(path, opened.leaves[path].dtype, dtype) for path in linked.links}
     texts = {**({} if config is None else config_files(config)), **(texts or {})}
@@ -101,7 +101,7 @@ def specs(linked: Linked, dtypes: Mapping[str, np.dtype]) -> list[TensorSpec]:
             if tensor_dtypes.setdefault(part.tensor, dtypes[path]) != dtypes[path]:
                 raise ValueError(
                     f"{part.tensor} is {tensor_dtypes[part.tensor].name} by one parameter and "
-                    f"{dtypes[path].name} by {path}: give save a dtype"
+                    f"{dtypes[path].name} by {path}: pass a dtype to save"
                 )
     return [TensorSpec(name, linked.tensors[name], dtype) for name, dtype in tensor_dtypes.items()]
 
@@ -136,7 +136,7 @@ def config_files(config: Mapping[str, object] | Path) -> dict[str, str]:
     path = pathlib.Path(config)
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"config: {file} does not exist: give the folder of the weights")
+        raise FileNotFoundError(f"config: {file} does not exist: pass the folder of the weights")
     files = {CONFIG_FILE: file}
     if path.is_dir() and (other := path / GENERATION_FILE).is_file():
         files[GENERATION_FILE] = other
@@ -170,8 +170,8 @@ def check_tied(linked: Linked, parameter: Callable[[str], Shaped]) -> None:
             with_tied = _assemble([*owners, (path, part)], parameter)
             if not np.array_equal(tensor, with_tied):
                 raise ValueError(
-                    f"{path} and {owners[0][0]} are both {part.tensor}, and they differ: give each "
-                    "a name of its own, or train them as one"
+                    f"{path} and {owners[0][0]} are both {part.tensor}, and differ: name each of "
+                    "them, or train them as one"
                 )
 
 

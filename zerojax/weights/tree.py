@@ -41,11 +41,11 @@ def open_tree(tree: PyTree) -> OpenedModel:
     for path, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
-                f"{path or 'the tree'} is a {type(leaf).__name__}: give a tree of arrays or "
+                f"{path or 'the tree'} is a {type(leaf).__name__}: pass a tree of arrays or "
                 "jax.ShapeDtypeStruct, such as state.params, or an nnx.Module"
             )
     if not leaves:
-        raise ValueError("the tree has no arrays: give a model's parameters, such as state.params")
+        raise ValueError("the tree has no arrays: pass a model's parameters, such as state.params")
 
     def close(arrays: Mapping[Any, object]) -> object:
         new_leaves = (arrays.get(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True))

@@ -33,8 +33,8 @@ def warn_if_untested(version: str) -> None:
     """Warns that zerojax is not tested with a version of jax, and names those that are tested."""
     if version not in TESTED:
         warnings.warn(
-            f"zerojax is tested with jax {', '.join(TESTED[:-1])} and {TESTED[-1]}, not with the "
-            f"installed {version}: where something fails, try a tested version",
+            f"zerojax is tested with jax {', '.join(TESTED[:-1])} and {TESTED[-1]}, not with "
+            f"{version}: if something fails, install a tested version",
             stacklevel=2,
         )
 

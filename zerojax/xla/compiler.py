@@ -123,7 +123,7 @@ def options(
         if not knows(name, value):
             raise ConfigError(
                 f"xla.{name}: the XLA of jax {jax.__version__} does not know it with the value "
-                f"{value!r}; leave it out, or install another jax"
+                f"{value!r}; remove it, or install another jax"
             )
     # XLA counts the result of a reduce-scatter, which is one device's shard. Each collective over
     # many devices has a fixed cost, so a layer's gradients are reduced together.

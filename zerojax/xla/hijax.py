@@ -61,6 +61,6 @@ def _check_arrays(eqn: Any) -> None:
         hijax = jaxprs.param(eqn, "_prim", None)
         name = eqn.primitive.name if hijax is None else type(hijax).__name__
         raise NotImplementedError(
-            f"zerojax cannot read {name} at {source_info_util.summarize(jaxprs.source(eqn))}: its "
-            "operands or results are not all arrays. Pass arrays in and out of it."
+            f"zerojax cannot read {name} at {source_info_util.summarize(jaxprs.source(eqn))}: pass "
+            "only arrays in and out of it."
         )

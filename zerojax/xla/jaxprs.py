@@ -68,7 +68,7 @@ def param(eqn: Equation, name: str, default: object = _REQUIRED) -> Any:
         return default
     raise NotImplementedError(
         f"jax {jax.__version__} has no parameter {name!r} of {eqn.primitive.name}, only "
-        f"{', '.join(sorted(eqn.params))}: use a version of jax that zerojax is tested with."
+        f"{', '.join(sorted(eqn.params))}: install a jax that zerojax is tested with."
     )
 
 

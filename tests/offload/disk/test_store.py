@@ -161,5 +161,5 @@ def test_a_full_disk(
 
 def test_too_small_a_disk_is_told_before(store: DiskStore) -> None:
     store.reserve(1)
-    with pytest.raises(DiskError, match=r"has .* GB free and the state needs 1000000000.00 GB: "):
+    with pytest.raises(DiskError, match=r"has .* GB free, and the state needs 1000000000.00 GB: "):
         store.reserve(10**18)

@@ -79,8 +79,9 @@ def find(values: Json, architecture: str | None = None) -> Format[Any]:
             return known[name].load()
     raise ValueError(
         f"{' and '.join(named)} of model_type {model_type!r} is not supported: zerojax has "
-        f"{', '.join(known)}. Load one of these with from_folder(..., architecture="
-        f"{next(iter(known))!r}), where a head that has no tensors is new; or see {DOCS}"
+        f"{', '.join(known)}. Load one with from_folder(..., "
+        f"architecture={next(iter(known))!r}), which initializes a head without tensors; or "
+        f"see {DOCS}"
     )
 
 

@@ -138,7 +138,7 @@ def in_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     file = pathlib.Path(folder) / CONFIG_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} is not there: copy it from the model's page, or write the config by hand"
+            f"{file} does not exist: copy it from the model's page, or write the config by hand"
         )
     return file
 

@@ -156,8 +156,8 @@ class Family:
             ours, theirs = getattr(config, name), getattr(back, name)
             if ours != theirs:
                 raise ValueError(
-                    f"transformers has no {self.model_type!r} with {name} = {ours!r}, only "
-                    f"{theirs!r}: give the config the model_type that has it"
+                    f"transformers' {self.model_type!r} has {name} = {theirs!r}, not {ours!r}: set "
+                    "another model_type in the config"
                 )
 
     def _window_keys(self, config: LlamaConfig) -> Json:

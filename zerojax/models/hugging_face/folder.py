@@ -104,8 +104,8 @@ class Format(Generic[Config]):
         saved = extra.get("model") if isinstance(extra, Mapping) else None
         if not isinstance(saved, Mapping) or not saved.keys() >= set(required):
             raise ValueError(
-                f"its extra['model'] is {saved!r}, but {', '.join(required)} of the "
-                f"{self.config.__name__} are needed: save(step, state, extra={{'model': {{...}}}})"
+                f"its extra['model'] is {saved!r}, and needs {', '.join(required)} of "
+                f"{self.config.__name__}: save(step, state, extra={{'model': {{...}}}})"
             )
         values: Fields = {field.name: saved[field.name] for field in fields if field.name in saved}
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -239,8 +239,8 @@ def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None
         path = min(unmatched)
         owner = name if path in expected else "the tree given"
         raise ValueError(
-            f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): give the "
-            "config that the model was created with, its n_layer and scan among them"
+            f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): pass the "
+            "config that the model was created with, with its n_layer and scan"
         )
     leaves = []
     for path, leaf in given.items():
@@ -248,12 +248,12 @@ def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None
         is_sharding = isinstance(leaf, Sharding)
         if not is_sharding and tuple(leaf.shape) != shape:
             raise ValueError(
-                f"the parameter {path} is {list(leaf.shape)} in the tree given, "
-                f"{list(shape)} in {name}: give the config that the model was created with"
+                f"the parameter {path} is {list(leaf.shape)} in the tree given, {list(shape)} in "
+                f"{name}: pass the config that the model was created with"
             )
         leaf_dtype = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
         if not jnp.issubdtype(leaf_dtype, jnp.floating):
-            raise ValueError(f"the parameter {path} shall be {leaf_dtype}: weights are floats")
+            raise ValueError(f"dtype {leaf_dtype} of the parameter {path}: pass a float dtype")
         sharding = leaf if is_sharding else getattr(unwrap_stored(leaf), "sharding", None)
         leaves.append(jax.ShapeDtypeStruct(shape, leaf_dtype, sharding=sharding))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -112,16 +112,11 @@ def config_from_hf(values: Json) -> GPTConfig:
     """
     config_file.check_supported(values, SUPPORTED, "zerojax.models.gpt")
     sizes = config_file.from_keys(KEYS, values)
-    if values.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        raise ValueError(
-            f"n_inner = {values['n_inner']!r} is not supported: zerojax.models.gpt's MLP is "
-            f"4 * n_embd = {4 * sizes['n_embd']} wide"
-        )
+    widths = {"n_inner": (None, 4 * sizes["n_embd"])}
+    config_file.check_supported(values, widths, "zerojax.models.gpt")
     dropouts = {key: values.get(key, DEFAULT_DROPOUT) for key in DROPOUTS}
     if len(set(dropouts.values())) > 1:
-        raise ValueError(
-            f"{dropouts} is not supported: zerojax.models.gpt has one dropout rate for all"
-        )
+        raise ValueError(f"{dropouts} is not supported: zerojax.models.gpt has one dropout rate")
     return GPTConfig(
         **sizes,
         dropout=dropouts["resid_pdrop"],

@@ -108,11 +108,11 @@ class Pretrained:
                 new |= {path: other} if other else {}
         if differing and not self.ignore_mismatched_sizes:
             raise ValueError(
-                f"{self.folder}: the head has {'; '.join(differing)}; nothing was loaded. Give the "
+                f"{self.folder}: the head has {'; '.join(differing)}; nothing was loaded. Pass the "
                 "folder's num_labels, or ignore_mismatched_sizes=True for a new head"
             )
         if differing:
-            log.warning("%s: new are the head's %s.", self.folder, "; ".join(differing))
+            log.warning("%s: the head's parameters are new: %s.", self.folder, "; ".join(differing))
         return new
 
     def init(self, key: jax.Array) -> PyTree:
@@ -257,8 +257,8 @@ def from_folder(
     stored: Any = read_json(file).get("quantization_config") or {}
     if stored.get("quantization_status") == "compressed":
         raise ValueError(
-            f"{file}: its quantization_config says that the weights are codes, and zerojax loads "
-            "floats: give the folder or the checkpoint that was quantized"
+            f"{file}: quantization_config says that the weights are codes, and zerojax loads "
+            "floats: pass the folder or the checkpoint that was quantized"
         )
 
     def create_state(key: jax.Array) -> TrainState:

@@ -66,13 +66,11 @@ def from_hf(values: Json, theta: float, longest: int) -> Fields:
     known = _FIELDS[kind]
     if _PRETRAINED in known:
         given[_PRETRAINED] = values.get(_PRETRAINED) or given.get(_PRETRAINED) or longest
-    for key in given.keys() - {*known, _PRETRAINED}:
-        raise ValueError(
-            f"rope_parameters: {key} = {given[key]!r} is not supported: rope_type = {kind!r} has "
-            f"{', '.join(known) or 'no further keys'}"
-        )
-    for key in known.keys() - {*given, *_OPTIONAL}:
-        raise ValueError(f"rope_parameters: rope_type = {kind!r} needs {key}")
+    surplus, missing = given.keys() - {*known, _PRETRAINED}, known.keys() - {*given, *_OPTIONAL}
+    if surplus or missing:
+        problem = f"has no {min(surplus)}" if surplus else f"needs {min(missing)}"
+        keys = ", ".join(known) or "no further keys"
+        raise ValueError(f"rope_parameters: rope_type = {kind!r} {problem}; it takes {keys}")
     scaling = {field: given[key] for key, field in known.items() if given.get(key) is not None}
     scaling |= {name: tuple(x) for name, x in scaling.items() if isinstance(x, list)}
     return fields | ({} if kind == "default" else {"rope_type": kind}) | scaling

@@ -75,10 +75,6 @@ class DiskLeaf:
         keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.chunks))]
         # At exit the entire store is removed.
         weakref.finalize(self, store.forget, keys).atexit = False
-        size = math.prod(sharding.shard_shape(self.shape))
-        ends = [0, *(chunk.stop for chunk in self.chunks)]
-        if [chunk.start for chunk in self.chunks] != ends[:-1] or ends[-1] != size:
-            raise ValueError(f"{name}: {self.chunks} are not a shard of {size} elements")
 
     def fill(self, array: jax.Array) -> None:
         """Writes a complete array of the leaf's shape, dtype and sharding, chunk by chunk.
@@ -130,10 +126,7 @@ class DiskLeaf:
         size = len(self.chunks[k])
         shard_data = [next(chunk[d] for d in shard.devices if d in chunk) for shard in self.shards]
         if wrong := [x.nbytes for x in shard_data if x.nbytes != size * self.dtype.itemsize]:
-            raise ValueError(
-                f"{self.name}: block {k} has {size} elements of {self.dtype}, and "
-                f"{wrong[0]} bytes were given"
-            )
+            raise ValueError(f"{self.name}: block {k} is {size} {self.dtype}, not {wrong[0]} bytes")
         self.half = True
         for i, data in enumerate(shard_data):
             self.store.write(self._key(i, k), data)
@@ -147,8 +140,7 @@ class DiskLeaf:
     def interrupted(self) -> str:
         """Error message for an array that is half updated."""
         return (
-            f"{self.name} in {self.store.path} is half updated, as a step was interrupted. To go "
-            f"on, {RESTORE}"
+            f"{self.name} in {self.store.path} is half updated: a step was interrupted; {RESTORE}"
         )
 
     def torn(self) -> None:
@@ -193,7 +185,9 @@ class DiskArray:
         self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self!r} is read from the disk, which always creates a copy")
+            raise ValueError(
+                f"{self!r} is on disk, and cannot be read without a copy: leave out copy=False"
+            )
         values = self.read_slice(full_index(self.shape))
         return values if dtype is None else values.astype(dtype, copy=False)
 
@@ -226,7 +220,9 @@ class DiskArray:
                     filled += part.size
                 begin = end
         if filled < out.size:
-            raise ValueError(f"{self!r}: other processes hold some of {wanted}")
+            raise ValueError(
+                f"{self!r}: other processes hold part of {wanted}: read only this process's shards"
+            )
         return out
 
     def load(self) -> jax.Array:
@@ -249,7 +245,7 @@ class DiskArray:
         if self.is_deleted():
             raise ValueError(
                 f"{self.leaf.name}: this state was passed to an earlier step, which wrote over it "
-                "on the disk: go on with the state that the step returned."
+                "on disk: use the state that the step returned."
             )
         if self.leaf.half:
             raise DiskStateError(self.leaf.interrupted)

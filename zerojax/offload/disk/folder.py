@@ -33,7 +33,7 @@ class Folder:
 
     def __init__(self, parent: str | os.PathLike[str]) -> None:
         if not os.fspath(parent):
-            raise DiskError("nvme_path: the empty path names no folder; give one on the disk")
+            raise DiskError("nvme_path is empty: name a folder on the disk")
         self._parent = pathlib.Path(parent).expanduser().absolute()
         try:
             claimed = None
@@ -106,9 +106,9 @@ def _remove(folder: pathlib.Path, lock: int, owner: int) -> None:
 
 def _unusable(parent: pathlib.Path, error: OSError) -> str:
     if not parent.exists():
-        return f"nvme_path {parent} is not there: make the folder, or mount the disk first"
+        return f"nvme_path {parent} does not exist: make the folder, or mount the disk first"
     if not parent.is_dir():
-        return f"nvme_path {parent} is a file: name a folder on the disk"
+        return f"nvme_path {parent} is a file: name a folder"
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "free some of it" if is_full else "let this user write to it"
+    remedy = "free some space" if is_full else "let this user write to it"
     return f"nvme_path {parent} cannot be written ({error.strerror}): {remedy}, or name another"

@@ -70,8 +70,6 @@ class DiskStore:
     """
 
     def __init__(self, nvme_path: str | os.PathLike[str], *, buffer_count: int) -> None:
-        if buffer_count < 1:
-            raise DiskError(f"buffer_count {buffer_count}: one buffer or more")
         self._folder = Folder(nvme_path)
         self.path: Path = self._folder.path
         self._blocks: dict[str, _Block] = {}
@@ -101,8 +99,8 @@ class DiskStore:
         free = self._folder.free
         if nbytes > free:
             raise DiskError(
-                f"{self.path.parent} has {_size(free)} free and the state needs {_size(nbytes)}: "
-                "free some of it, or name another disk as nvme_path"
+                f"{self.path.parent} has {_size(free)} free, and the state needs {_size(nbytes)}: "
+                "free some space, or set nvme_path to another disk"
             )
 
     def write(self, key: str, data: Data) -> Future[None]:
@@ -218,9 +216,9 @@ class DiskStore:
             disk_file.write(block.file, flat)
         except Exception as error:
             self._failed = self._failed or (
-                f"{block.file}, of {key}, cannot be written ({_size(block.nbytes)} of it, "
-                f"{_size(self._folder.free)} free): {error}. The state on the disk is "
-                f"lost: make room under {self.path.parent} and {RESTORE}"
+                f"{block.file}, of {key}, cannot be written ({_size(block.nbytes)}, "
+                f"{_size(self._folder.free)} free): {error}. The state on disk is lost: free "
+                f"space under {self.path.parent}, then {RESTORE}"
             )
             raise DiskStateError(self._failed) from error
 
@@ -233,7 +231,7 @@ class DiskStore:
         except OSError as error:
             raise DiskStateError(_damaged(key, block, str(error))) from None
         if disk_file.checksum(flat) != block.checksum:
-            raise DiskStateError(_damaged(key, block, "it is not what was written"))
+            raise DiskStateError(_damaged(key, block, "its checksum differs"))
         return flat
 
 
@@ -243,7 +241,7 @@ def _remove(file: Path, before: list[Future[Any]]) -> None:
 
 
 def _damaged(key: str, block: _Block, why: str) -> str:
-    return f"{block.file}, {_size(block.nbytes)} of {key}, is damaged: {why}. To go on, {RESTORE}"
+    return f"{block.file}, {_size(block.nbytes)} of {key}, is damaged: {why}; {RESTORE}"
 
 
 def _size(nbytes: int) -> str:

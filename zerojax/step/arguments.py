@@ -1,4 +1,4 @@
-"""What the arguments of a decorated function are: state, batch, constants, further arguments.
+"""The signatures of the calls of a decorated function: its state, its batch, other arguments.
 
     arguments = Arguments(function, static=3)
     call = arguments.sort(args, kwargs)

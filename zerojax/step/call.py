@@ -61,7 +61,7 @@ are traced, and each other leaf in a :class:`Constant`."""
 
 
 class Signature(NamedTuple):
-    """What each argument of a call is; hashable. An argument is named by its slot.
+    """The kind of each argument of a call, by its slot; hashable.
 
     Attributes:
       state: The state's objects, in order.
@@ -82,7 +82,7 @@ class Signature(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Known:
-    """What is known of calls with equal types, trees, shapes, dtypes and shardings.
+    """Knowledge of calls with equal types, trees, shapes, dtypes and shardings.
 
     Attributes:
       signature: What each argument is.
@@ -117,7 +117,7 @@ class Call(NamedTuple):
 
     @property
     def signature(self) -> Signature:
-        """What each argument is."""
+        """The kind of each argument."""
         return self.known.signature
 
 

@@ -80,7 +80,7 @@ def test_numbers_that_another_dtype_does_not_hold(
             "y": jax.ShapeDtypeStruct((2,), "float16"),
         }
         with pytest.raises(
-            CheckpointError, match=f"x {saved} holds numbers beyond those of {wanted}"
+            CheckpointError, match=f"x does not fit into {wanted}: restore it as {saved}"
         ):
             checkpointer.restore(shapes)
 

@@ -46,7 +46,7 @@ def launch(words: str, **environ: str) -> Result:
         ),
         ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: "),
         ("--include localhost:0 train.py", "choose GPUs, and this machine has none"),
-        ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed here"),
+        ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed"),
     ],
 )
 def test_errors_before_any_work(words: str, says: str) -> None:

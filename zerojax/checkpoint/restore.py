@@ -388,8 +388,7 @@ def _check_fits(
     if overflows.any():
         x64 = ", with jax_enable_x64" if leaf.dtype.itemsize == 8 else ""
         raise CheckpointError(
-            f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond those of {dtype}: "
-            f"restore it as {leaf.dtype}{x64}"
+            f"{saved.item}: {leaf.name} does not fit into {dtype}: restore it as {leaf.dtype}{x64}"
         )
 
 

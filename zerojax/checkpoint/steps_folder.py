@@ -17,7 +17,7 @@ from typing import Self
 from etils import epath
 from etils.epath.gpath import PosixGPath
 
-from zerojax.checkpoint.errors import CheckpointError, cannot_be_read
+from zerojax.checkpoint.errors import CheckpointError, reading
 
 DELETED = ".deleted"
 UNDER_WAY = ".orbax-checkpoint-tmp"
@@ -217,10 +217,8 @@ def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 
 def _numbered(root: epath.Path) -> dict[int, epath.Path]:
-    try:
+    with reading(root, (OSError,)):
         entries = [*root.iterdir()] if exists(root) and root.is_dir() else []
-    except OSError as error:
-        raise cannot_be_read(root, error) from error
     entries.sort(key=lambda entry: -len(entry.name))  # the unpadded name comes last and wins
     steps = {step_of(entry): entry for entry in entries}
     return {step: entry for step, entry in steps.items() if step is not None}

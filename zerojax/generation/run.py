@@ -191,8 +191,7 @@ def _check_options(options: Options, key: object, weights: Weights | None) -> No
     if not sampling.is_greedy:
         if key is None:
             raise ValueError(
-                f"temperature = {sampling.temperature} draws tokens: pass "
-                "key=jax.random.key(seed), or temperature=0"
+                f"temperature = {sampling.temperature} draws tokens: pass key=jax.random.key(seed)"
             )
         check_key(key)
         if beams > 1:

@@ -298,7 +298,7 @@ class Llama(nn.Module):
         if self.tensor and c.num_local_experts:
             raise ValueError(
                 f"num_local_experts: experts are not sharded over {self.tensor.axis!r}; remove "
-                "that axis from the mesh"
+                "that axis"
             )
         if self.tensor:
             sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")

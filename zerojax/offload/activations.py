@@ -85,7 +85,7 @@ def remat_policy(policy: str) -> Callable[..., bool]:
     names = [name.strip() for name in rest.split(",")]
     if not all(names):
         raise ValueError(
-            f"remat policy {policy!r} lacks a name: write '{kind}:a,b' for the names given by "
+            f"remat policy {policy!r} lacks a name: write '{kind}:a,b' for names of "
             "checkpoint_name."
         )
     if kind == "names":

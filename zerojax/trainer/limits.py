@@ -116,8 +116,8 @@ class Limits:
         if out_of_range.any():
             note = f" ({IGNORED} is a label that does not count)" * (name == "labels")
             raise ValueError(
-                f"{name} have {values[out_of_range][0]}, and {of} has {size}: number them from 0, "
-                f"or enlarge the model{note}"
+                f"{name} have {values[out_of_range][0]}, and {of} has {size}: number them from "
+                f"0{note}"
             )
 
     def _of_all(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:

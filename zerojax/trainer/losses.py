@@ -83,7 +83,7 @@ def forward_of(given: object) -> Forward:
         shapes = jax.tree.map(jnp.shape, loss)
         raise TypeError(
             f"the loss is a scalar, or a pair (values, weights) of one shape, not {shapes}: return "
-            "its mean, or add weights"
+            "its mean"
         )
     return Forward(jnp.asarray(loss), None, predictions)
 

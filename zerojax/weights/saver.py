@@ -171,7 +171,7 @@ def check_tied(linked: Linked, parameter: Callable[[str], Shaped]) -> None:
             if not np.array_equal(tensor, with_tied):
                 raise ValueError(
                     f"{path} and {owners[0][0]} are both {part.tensor}, and differ: name each of "
-                    "them, or train them as one"
+                    "them"
                 )
 
 

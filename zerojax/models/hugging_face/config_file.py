@@ -137,9 +137,7 @@ def in_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     """
     file = pathlib.Path(folder) / CONFIG_FILE
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} does not exist: copy it from the model's page, or write the config by hand"
-        )
+        raise FileNotFoundError(f"{file} does not exist: copy it from the model's page")
     return file
 
 

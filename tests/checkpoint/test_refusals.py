@@ -65,7 +65,7 @@ def test_another_model(there: Path, zero: zerojax.Zero) -> None:
 def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
     state = zero.init(create(a=(8, 4), b=(3,)), KEY)
     with Checkpointer(there, zero) as checkpointer:
-        with pytest.raises(CheckpointError, match="another pytree of arrays, not 'state'"):
+        with pytest.raises(CheckpointError, match="a pytree of arrays, not 'state'"):
             checkpointer.save(30, "state")
         with pytest.raises(CheckpointError, match="has step 20, so step 20 cannot be saved"):
             checkpointer.save(20, state)

@@ -143,7 +143,7 @@ def test_what_is_refused() -> None:
         zerojax.tiled(lambda x: x * jax.random.normal(jax.random.key(0), x.shape), chunks=2)(X)
     with pytest.raises(ValueError, match="the module changes intermediates"):
         Block(2, Counting).apply({}, X, mutable=["intermediates"])
-    with pytest.raises(ValueError, match="reads variables of a module created outside it"):
+    with pytest.raises(ValueError, match="reads variables of one created outside"):
         Block(2, others).apply(Block(None, others).init(jax.random.key(0), X), X)
     for drops in (Dropping, DroppingWithAKey):
         with pytest.raises(ValueError, match="draws random numbers"):

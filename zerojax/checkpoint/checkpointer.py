@@ -131,8 +131,7 @@ class Checkpointer:
             lock.take()
         except OSError as error:
             raise CheckpointError(
-                f"{self.directory} cannot be written: {error}. Choose another, or pass "
-                "read_only=True"
+                f"{self.directory} cannot be written: {error}. Name another, or pass read_only=True"
             ) from None
         self._lock = lock
 
@@ -379,8 +378,7 @@ class Checkpointer:
         has_arrays = any(map(is_array, jax.tree.leaves(state)))
         if state_tree.form_of(state) == "pytree" and not has_arrays:
             raise CheckpointError(
-                "save takes a TrainState, NNX objects or another pytree of arrays, not "
-                f"{state!r:.100}"
+                f"save takes a TrainState, NNX objects or a pytree of arrays, not {state!r:.100}"
             )
         later = [s for s in self.all_steps() if s >= step]
         if later:

@@ -367,8 +367,8 @@ def _check_kind(path: Path, x: jax.Array | StoredArray, struct: jax.ShapeDtypeSt
     """Raises CheckpointError for PRNG keys of another kind, or where only one of both is keys."""
     if x.dtype != struct.dtype and (is_key(x) or is_key(struct)):
         raise CheckpointError(
-            f"{'.'.join(path)} was saved as {x.dtype}, and the state has {struct.dtype}: make the "
-            "state with the same kind of keys"
+            f"{'.'.join(path)} was saved as {x.dtype}, the state has {struct.dtype}: use one kind "
+            "of keys"
         )
 
 

@@ -218,7 +218,7 @@ class SavedStep(SavedArrays):
             return self.record.extra
         if not 0 <= process < self.record.processes:
             raise CheckpointError(
-                f"{self.folder} has no extra of process {process}: pass 0 to "
+                f"{self.folder} has no extra of process {process}, only 0 to "
                 f"{self.record.processes - 1}"
             )
         return json.loads(steps_folder.read(records.extra_file(self.folder, process)).decode())
@@ -311,8 +311,7 @@ def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
     by_step = steps_folder.folders(root)
     if not by_step:
         raise CheckpointError(
-            f"{root} holds no checkpoint ({contents(root)}): pass a folder of steps, such as 100/, "
-            "or save first"
+            f"{root} holds no checkpoint ({contents(root)}): check the path, or save first"
         )
     if step is not None and step not in by_step:
         raise CheckpointError(f"{root} has no step {step}; it has {', '.join(map(str, by_step))}")

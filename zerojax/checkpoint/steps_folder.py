@@ -107,8 +107,7 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
         import gcsfs  # noqa: F401
     except ImportError:
         raise CheckpointError(
-            f"directory: {path} needs gcsfs: pip install -e '.[bucket]'; or mount the bucket with "
-            "gcsfuse and pass that folder"
+            f"directory: {path} needs gcsfs: pip install -e '.[bucket]', or mount the bucket"
         ) from None
     # Tensorstore and other processes write to the bucket too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
@@ -122,8 +121,7 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
     asking.join(seconds)
     if asking.is_alive():
         raise CheckpointError(
-            f"directory: {path} does not answer within {seconds:g} s: check the network and the "
-            "credentials (`gcloud storage ls`)"
+            f"directory: {path} does not answer within {seconds:g} s: check network and credentials"
         )
     return path
 

@@ -127,8 +127,7 @@ def launch(
         elif include or exclude:
             if not find_gpus():
                 raise UsageError(
-                    "--include and --exclude choose GPUs, and this machine has none: pass "
-                    "--hostfile"
+                    "--include and --exclude choose GPUs, and there are none: pass --hostfile"
                 )
             hosts = select([Host("localhost", tuple(range(len(find_gpus()))))], include, exclude)
         counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, find_gpus)
@@ -214,8 +213,7 @@ def _counts(
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
             raise UsageError(
-                f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts: add some, or lower "
-                "it"
+                f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts: lower it"
             )
         hosts = hosts[:num_nodes]
     elif max(num_nodes or 1, len(counts)) > 1 and node_rank is None:

@@ -126,7 +126,7 @@ def axis_sizes(
             fits = [n for n in range(1, devices + 1) if devices % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - replicas))[:2])
             raise ValueError(
-                f"replicas={replicas} does not divide {devices} devices into equal groups: pass "
+                f"replicas={replicas} does not divide {devices} devices: pass "
                 f"{' or '.join(map(str, near))}"
             )
         return {REPLICA: replicas, AXIS: devices // replicas}
@@ -138,8 +138,8 @@ def axis_sizes(
     if product != devices or any(size < 1 for size in sizes.values()):
         written = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(
-            f"axes {written or '{}'} multiply out to {product}, not to the {devices} devices: "
-            "change a size"
+            f"axes {written or '{}'} multiply out to {product}, not to {devices} devices: change a "
+            "size"
         )
     return sizes
 

@@ -255,7 +255,7 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
         time.sleep(0.2)
     if was_admitted:
         raise LaunchError(
-            f"process 0 at {me.coordinator} ended before {me.count} processes arrived: look at its "
+            f"process 0 at {me.coordinator} ended before {me.count} processes arrived: see its "
             "output"
         )
     raise LaunchError(

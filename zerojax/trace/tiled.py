@@ -126,7 +126,7 @@ def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
             out, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable)
         except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
             raise ValueError(
-                f"tiled({name}): the module reads variables of a module created outside: create it "
+                f"tiled({name}): the module reads variables of one created outside: create it "
                 "inside"
             ) from error
         if names := [

@@ -297,8 +297,7 @@ def stacked(rows: list[Any]) -> dict[str, np.ndarray]:
     first = rows[0]
     if not isinstance(first, Mapping):
         raise TypeError(
-            f"a row is {type(first).__name__}, not a dict: pass data_collator (rows to a dict of "
-            "arrays)"
+            f"a row is {type(first).__name__}, not a dict: pass data_collator(rows) -> dict"
         )
     batch = {}
     for name in first:

@@ -97,8 +97,8 @@ class RunFolder:
             if step is None:
                 problem = "has no checkpoint" if folder.exists() else "does not exist: nothing"
                 raise CheckpointError(
-                    f"{folder} {problem} to resume from: leave out resume_from_checkpoint for a "
-                    "new run"
+                    f"{folder} {problem} to resume from: remove resume_from_checkpoint for a new "
+                    "run"
                 )
             extra = source.extra(step, process=0)
             self._check(extra, f"{folder}/{step}")

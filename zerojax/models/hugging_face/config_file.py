@@ -72,7 +72,7 @@ def check_supported(values: Json, supported: Supported, module: str) -> None:
     for key, accepted in supported.items():
         if key in values and values[key] not in accepted:
             raise ValueError(
-                f"{key} = {values[key]!r} is not supported: {module} computes "
+                f"{key} = {values[key]!r} is not supported: {module} has "
                 f"{' or '.join(map(repr, accepted))}"
             )
 

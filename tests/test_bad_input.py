@@ -203,7 +203,7 @@ class TestZero:
         ("keywords", "says"),
         [
             ({"replicas": 3}, "replicas=3 does not divide 8 devices.*pass 2 or 4"),
-            ({"replicas": "nodes"}, "replicas='nodes': pass the number .* or \"hosts\""),
+            ({"replicas": "nodes"}, "replicas='nodes': pass a number .* or \"hosts\""),
             ({"replicas": 2, "axes": {"data": 8}}, r"replicas=2 and axes=.*pass one.*'replica'"),
         ],
     )

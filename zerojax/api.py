@@ -151,10 +151,7 @@ class Zero(Summarized):
         """
         if isinstance(train_step, Decorated):
             name = getattr(train_step, "__name__", "the step")
-            raise TypeError(
-                f"{name} is decorated with zero already: remove one decorator, or pass "
-                f"{name}.__wrapped__."
-            )
+            raise TypeError(f"{name} is decorated with zero already: remove one of the decorators.")
         arguments = Arguments(
             train_step,
             slots(static_argnums, static_argnames),

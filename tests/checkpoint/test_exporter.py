@@ -231,7 +231,7 @@ def test_a_full_disk(
     monkeypatch.setattr(os, "pwrite", full)
     if there:
         (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=r"No space left .* with room for 5,400 bytes"):
+    with pytest.raises(CheckpointError, match=r"No space left .* with 5,400 bytes free"):
         export(folder, tmp_path / "out")
     assert (tmp_path / "out").exists() == there
     assert not there or not [*(tmp_path / "out").iterdir()]

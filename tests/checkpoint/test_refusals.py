@@ -65,7 +65,7 @@ def test_another_model(there: Path, zero: zerojax.Zero) -> None:
 def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
     state = zero.init(create(a=(8, 4), b=(3,)), KEY)
     with Checkpointer(there, zero) as checkpointer:
-        with pytest.raises(CheckpointError, match="another pytree of arrays, not 'state'"):
+        with pytest.raises(CheckpointError, match="a pytree of arrays, not 'state'"):
             checkpointer.save(30, "state")
         with pytest.raises(CheckpointError, match="has step 20, so step 20 cannot be saved"):
             checkpointer.save(20, state)
@@ -74,7 +74,7 @@ def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
         with pytest.raises(CheckpointError, match=r"has no step 11; it has 10, 20"):
             checkpointer.delete(11)
         for step in (-1, 3.0, True, None, "30", 10**400):
-            with pytest.raises(CheckpointError, match="the number of updates, from 0"):
+            with pytest.raises(CheckpointError, match="an int from 0 to"):
                 checkpointer.save(step, state)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match="is abstract, ShapeDtypeStruct"):
             checkpointer.save(30, zero.abstract_state(create(a=(8, 4)), KEY))
@@ -152,7 +152,7 @@ def test_two_in_one_process(tmp_path: Path, zero: zerojax.Zero) -> None:
         first.save(1, state)
         first.wait()
         assert second.latest_step() == 1
-        with pytest.raises(CheckpointError, match="another Checkpointer of this process"):
+        with pytest.raises(CheckpointError, match="another Checkpointer here"):
             second.save(2, state)
         first.close()
         second.save(2, state)

@@ -141,7 +141,7 @@ def test_json_says_the_same(steps: Path) -> None:
 def test_no_checkpoint(tmp_path: Path, made: Path) -> None:
     (tmp_path / "file").write_text("")
     for args, says in [
-        ([tmp_path], "holds no checkpoint (it holds file): pass a folder of steps"),
+        ([tmp_path], "holds no checkpoint (it holds file): check the path"),
         ([tmp_path / "none"], "none does not exist"),
         ([tmp_path / "file"], "holds no checkpoint (it is a file)"),
         ([made, "--step", 3], "has no step 3; it has 90, 100"),

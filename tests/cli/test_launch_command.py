@@ -45,8 +45,8 @@ def launch(words: str, **environ: str) -> Result:
             "restarts all machines together",
         ),
         ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: "),
-        ("--include localhost:0 train.py", "choose GPUs, and this machine has none"),
-        ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed here"),
+        ("--include localhost:0 train.py", "choose GPUs, and there are none"),
+        ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed"),
     ],
 )
 def test_errors_before_any_work(words: str, says: str) -> None:

@@ -110,7 +110,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (without(TORCHRUN, "WORLD_SIZE"), "RANK=3 is set (torchrun), and WORLD_SIZE is not"),
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not: set MASTER_ADDR to the host of"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not"),
-        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
         (TORCHRUN | {"RANK": "9" * 5000}, f"RANK='{'9' * 40}' is not a number from 0 on"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 on"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_ADDR:MASTER_PORT='n1:70000' is not host"),

@@ -335,7 +335,7 @@ class TestNNX:
         zero = zero_for(0)
         model, _ = zero.init(made)
         adds = zero.evaluate(lambda model, batch: setattr(model, "x", nnx.Variable(batch["x"])))
-        with pytest.raises(TypeError, match=r"adds or removes variables.*outside zero.evaluate"):
+        with pytest.raises(TypeError, match=r"adds or removes NNX variables.*zero.evaluate"):
             adds(model, batch_of(8))
 
 

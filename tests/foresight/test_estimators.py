@@ -85,7 +85,7 @@ def test_bad_input() -> None:
         zerojax.estimate_zero3_model_states_mem_needs_all_live({})
     with pytest.raises(ValueError, match="total_params = 0 must be above 0 and finite"):
         zerojax.estimate_zero2_model_states_mem_needs_all_cold(0)
-    with pytest.raises(ValueError, match="largest_layer_params = 20 exceeds total_params = 10"):
+    with pytest.raises(ValueError, match="largest_layer_params = 20 exceeds total_params 10"):
         zerojax.estimate_zero3_model_states_mem_needs_all_cold(10, 20)
 
 

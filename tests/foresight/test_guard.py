@@ -122,7 +122,7 @@ def test_every_program_of_an_offloaded_step_counts(offload: str) -> None:
     zero = zerojax.zero(stage=3, **{offload: "cpu"})
     state = zero.init(create_state, jax.random.key(0))
     state, _ = guarded(zero, 10**9)(state, BATCH)
-    with pytest.raises(OutOfMemoryError, match="of each device's memory"):
+    with pytest.raises(OutOfMemoryError, match="on each device"):
         guarded(zero, 1000)(state, BATCH)
 
 
@@ -130,7 +130,7 @@ def test_every_program_of_an_offloaded_step_counts(offload: str) -> None:
 def test_one_that_does_not_is_told_what_would(capfd: pytest.CaptureFixture[str]) -> None:
     zero = zerojax.zero(stage=0)
     state = zero.init(create_state, jax.random.key(0))
-    with pytest.raises(OutOfMemoryError, match="of each device's memory") as error:
+    with pytest.raises(OutOfMemoryError, match="on each device") as error:
         guarded(zero, 1000)(state, BATCH)
     told = str(error.value)
     assert '"zero_optimization": {"stage": 1}' in told

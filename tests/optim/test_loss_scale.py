@@ -127,5 +127,5 @@ def test_wrong_knobs_are_refused(wrong: dict[str, object]) -> None:
 def test_wrap_refuses_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="gradient_clipping"):
         zerojax.wrap(optax.sgd(0.1), gradient_clipping=-1.0)
-    with pytest.raises(TypeError, match=r"expected a zerojax.LossScale, got 128.0"):
+    with pytest.raises(TypeError, match=r"loss_scale=128.0: pass a LossScale"):
         zerojax.wrap(optax.sgd(0.1), loss_scale=128.0)  # type: ignore[arg-type]

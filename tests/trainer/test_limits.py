@@ -44,7 +44,7 @@ def test_labels_are_of_the_models_classes(model: Any) -> None:
     check({"x": X, "labels": np.array([0, 3, IGNORED])})
     check({"x": X})
     for wrong in (4, -1):
-        with pytest.raises(ValueError, match=rf"labels have {wrong}, and .* has 4: number them"):
+        with pytest.raises(ValueError, match=rf"labels have {wrong}, and .* has 4: count from 0"):
             check({"x": X, "labels": np.array([0, wrong, 1])})
     with pytest.raises(TypeError, match="float64, and classification_loss needs integers"):
         check({"x": X, "labels": np.zeros(3)})

@@ -83,7 +83,7 @@ def test_a_schedule_is_that_of_transformers(name: str) -> None:
 def test_wrong_options_are_named() -> None:
     with pytest.raises(ConfigError, match="cosine has no num_cycle; did you mean `num_cycles`"):
         schedule("cosine", Run(1e-3, 0, 10), {"num_cycle": 2})
-    with pytest.raises(ConfigError, match=r"lr_end = 0\.1 must be below learning_rate = 0\.001"):
+    with pytest.raises(ConfigError, match=r"lr_end = 0\.1 must be below 0\.001"):
         schedule("polynomial", Run(1e-3, 0, 10), {"lr_end": 0.1})
     with pytest.raises(ConfigError, match="takes min_lr or min_lr_rate"):
         schedule("cosine_with_min_lr", Run(1e-3, 0, 10))

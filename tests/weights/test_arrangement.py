@@ -96,7 +96,7 @@ def test_what_is_no_arrangement(text: str, message: str) -> None:
         (("o i -> i (part o)", "{part}", {}, (6, 13), GROUPED, {}), r"yields \[6, 14\], the param"),
         (("(part o) i -> i o", "w", {"part": "x"}, (5, 2), GROUPED, {}), "no value 'x' of part"),
         (("e o -> o", "w", {"e": "3"}, (5,), {}, {"e": 3}), "e = 3 of 3"),
-        (("part o -> o", "w", {"part": "q"}, (8,), GROUPED, {}), "as the first of several"),
+        (("part o -> o", "w", {"part": "q"}, (8,), GROUPED, {}), "the first of several"),
     ],
 )
 def test_what_does_not_fit_a_parameter(case: tuple[Any, ...], message: str) -> None:

@@ -94,7 +94,7 @@ def test_names_of_axes_get_one_for_the_layers() -> None:
 
 def test_refusals_name_what_is_wrong() -> None:
     w = np.zeros((2, 3))
-    with pytest.raises(ValueError, match=r"no blocks 'layers_{}', only \['model', 'head'\]"):
+    with pytest.raises(ValueError, match=r"no 'layers_{}', only \['model', 'head'\]"):
         stacked(tree(), "layers_{}")
     with pytest.raises(ValueError, match=r"blocks \[0, 2\], and 1 is missing"):
         stacked({"h_0": w, "h_2": w})
@@ -104,9 +104,9 @@ def test_refusals_name_what_is_wrong() -> None:
         stacked({"h_0": {"w": w}, "h_1": {"w": w[:, 0]}})
     with pytest.raises(ValueError, match="beside the blocks there is 'h'"):
         stacked({"h_0": w, "h": w})
-    with pytest.raises(ValueError, match="no stack 'h', only"):
+    with pytest.raises(ValueError, match="no 'h', only"):
         unstacked(tree())
-    with pytest.raises(ValueError, match=r"h is not a stack .* \[\(2,\), \(3,\)\]"):
+    with pytest.raises(ValueError, match=r"h is no stack .* \[\(2,\), \(3,\)\]"):
         unstacked({"h": {"w": w, "b": w.T}})
     with pytest.raises(ValueError, match=r"blocks = 'h' must be the key of blocks"):
         stacked(tree(), "h")

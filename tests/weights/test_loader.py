@@ -272,7 +272,7 @@ def unindexed(folder: pathlib.Path) -> None:
             r'needs \[1100, 10\]: write .*"o i -> i o"',
         ),
         (changed(norm_weight=np.ones(10, np.int8)), "norm.weight .* is I8, .* norm/scale float32"),
-        (unindexed, "index.json names model-00002-of-.*, which is not in the"),
+        (unindexed, "index.json names model-00002-of-.*, which is not there"),
     ],
 )
 def test_files_that_do_not_fit(

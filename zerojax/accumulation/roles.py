@@ -151,44 +151,43 @@ def per_micro_batch(
     state = {*roles.state}
     stacked: list[ByPart] = []
 
-    def refusal(i: int, why: str) -> ValueError:
-        what = f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]}"
-        return ValueError(f"{what} {why}")
-
     # Optimizer state last: it depends on the arrays to update, whose names say more in an error.
     opt_state = [i for i in roles.state if roles.paths[i].startswith("state.opt_state")]
     for i in sorted(range(len(flat.outvars)), key={*opt_state}.__contains__):
         v = flat.outvars[i]
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
+        problem = None
         if kind.name == "mixed":
             assert kind.problem is not None
             why = kind.problem.why
             remedy = REMEDIES.get(why, UNDIVIDED.capitalize())
             if i not in state and why in OF_ALL_ROWS:
                 remedy = RESULTS_REMEDY
-            raise refusal(
-                i,
+            problem = (
                 f"depends on {kind.problem.where}, which {why}. Micro-batches would give other "
-                f"numbers than the global batch. {remedy}",
+                f"numbers than the global batch. {remedy}"
             )
-        if i in state:
+        elif i in state:
             if kind.rows or (kind.name == "own" and v not in passed):
-                raise refusal(i, f"has rows of the batch in it. {_STATE_REMEDY}")
+                problem = f"has rows of the batch in it. {_STATE_REMEDY}"
         elif kind.index:
-            raise refusal(
-                i,
+            problem = (
                 "is computed from row numbers, which a micro-batch does not know. Make them part "
-                "of the batch.",
+                "of the batch."
             )
         elif kind.rows or kind.name == "own":
             averaged = kind.name == "own" and not v.aval.ndim
             if averaged and not jnp.issubdtype(v.aval.dtype, jnp.inexact):
-                raise refusal(
-                    i,
+                problem = (
                     f"({v.aval.dtype}) differs between micro-batches and cannot be averaged. "
-                    "Return it as a float, or for each row.",
+                    "Return it as a float, or for each row."
                 )
             stacked.append(ByPart(i, kind, averaged))
+        if problem:
+            raise ValueError(
+                f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]} "
+                f"{problem}"
+            )
     return stacked
 
 

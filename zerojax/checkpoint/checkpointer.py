@@ -131,8 +131,7 @@ class Checkpointer:
             lock.take()
         except OSError as error:
             raise CheckpointError(
-                f"{self.directory} cannot be written: {error}. Choose another folder, or pass "
-                "read_only=True"
+                f"{self.directory} cannot be written: {error}. Name another, or pass read_only=True"
             ) from None
         self._lock = lock
 
@@ -292,8 +291,7 @@ class Checkpointer:
                 # The run that writes to the folder removed the step.
                 if step is not None:
                     raise CheckpointError(
-                        f"step {step} was removed while it was read: restore one of "
-                        f"{self.all_steps()}"
+                        f"step {step} was removed meanwhile: restore one of {self.all_steps()}"
                     )
 
     def _with_offer(
@@ -370,13 +368,9 @@ class Checkpointer:
     def _writing(self) -> Writer:
         if self._read_only or self._closed:
             why = "opened with read_only=True" if self._read_only else "closed"
-            raise CheckpointError(
-                f"this Checkpointer of {self.directory} was {why}: make another to write"
-            )
+            raise CheckpointError(f"this Checkpointer of {self.directory} was {why}: make another")
         if self._lock and not self._lock.take():
-            raise CheckpointError(
-                f"another Checkpointer of this process writes to {self.directory}: close it first"
-            )
+            raise CheckpointError(f"another Checkpointer here writes to {self.directory}: close it")
         self._writer = self._writer or Writer(self.directory, self._retention, self._name)
         return self._writer
 
@@ -384,8 +378,7 @@ class Checkpointer:
         has_arrays = any(map(is_array, jax.tree.leaves(state)))
         if state_tree.form_of(state) == "pytree" and not has_arrays:
             raise CheckpointError(
-                "save takes a TrainState, NNX objects (model, optimizer, ...) or another pytree "
-                f"of arrays, not {state!r:.100}"
+                f"save takes a TrainState, NNX objects or a pytree of arrays, not {state!r:.100}"
             )
         later = [s for s in self.all_steps() if s >= step]
         if later:
@@ -405,7 +398,6 @@ def _step_number(step: SupportsIndex) -> int:
     if number < 0 or is_large or isinstance(step, bool):
         given = repr(step) if isinstance(step, float | int | str) and not is_large else type(step)
         raise CheckpointError(
-            f"step: expected the number of updates, from 0 to 2**63 - 1, got {given!s:.60}; "
-            "write save(step, state)"
+            f"step: expected an int from 0 to 2**63 - 1, got {given!s:.60}; write save(step, state)"
         )
     return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -25,6 +26,12 @@ class DamagedCheckpointError(CheckpointError):
         super().__init__(message)
         self.newest_intact = newest_intact
 
+
+UNREADABLE = (
+    ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError,
+    OSError,
+)  # fmt: skip
+"""Exceptions that reading a file with JSON of an unexpected form may raise."""
 
 _MAX_QUOTED = 1000
 """Maximum number of characters quoted from another library's message."""
@@ -66,6 +73,15 @@ def cannot_be_read(what: object, error: BaseException) -> CheckpointError:
     return DamagedCheckpointError(
         f"{summary}: {type(error).__name__}: {reason(error)[:_MAX_QUOTED]}"
     )
+
+
+@contextlib.contextmanager
+def reading(what: object, caught: tuple[type[Exception], ...] = UNREADABLE) -> Iterator[None]:
+    """Raises the errors ``caught`` in its block as :func:`cannot_be_read` describes them."""
+    try:
+        yield
+    except caught as error:
+        raise cannot_be_read(what, error) from None
 
 
 def together(errors: Sequence[CheckpointError]) -> CheckpointError:

@@ -103,8 +103,7 @@ def export(
     except OSError as error:
         needed = sum(tensor.nbytes for tensor in tensors)
         raise CheckpointError(
-            f"{out} cannot be written: {error}; choose another folder, with room for {needed:,} "
-            "bytes"
+            f"{out} cannot be written: {error}; choose another folder, with {needed:,} bytes free"
         ) from error
     return Exported(
         files=tuple(sorted(file.name for file in out.iterdir())),

@@ -165,9 +165,7 @@ def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
         return saved.at(root, step)
     except CheckpointError as error:
         if unfinished := _unfinished(root):
-            raise CheckpointError(
-                f"{error}. {', '.join(unfinished)} is being saved, or was left by a killed run"
-            ) from None
+            raise CheckpointError(f"{error}. {', '.join(unfinished)} is unfinished") from None
         raise
 
 

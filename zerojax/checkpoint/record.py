@@ -21,7 +21,12 @@ import pydantic
 from etils import epath
 
 from zerojax.checkpoint import steps_folder
-from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    cannot_be_read,
+    reading,
+)
 from zerojax.checkpoint.state_tree import is_key
 
 FORMAT = 1
@@ -36,12 +41,6 @@ Spec = list[str | list[str] | None]
 
 EXTRA = "extra"
 """The folder within a step that holds each process's ``extra``, if the processes' differ."""
-
-UNREADABLE = (
-    ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError,
-    OSError,
-)  # fmt: skip
-"""Exceptions that reading a file with JSON of an unexpected form may raise."""
 
 _KEY = "$key"
 
@@ -126,14 +125,14 @@ def read(folder: epath.Path) -> Record | None:
       CheckpointError: a newer zerojax wrote the record, or the operating system refuses to read it.
     """
     file = folder / FILE
-    try:
-        content = json.loads(steps_folder.read(file).decode())
+    with reading(file):
+        try:
+            text = steps_folder.read(file).decode()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        content = json.loads(text)
         version, digest, body = content["format"], content["sha256"], content["record"]
         computed_digest = seal(version, body)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except UNREADABLE as error:
-        raise cannot_be_read(file, error) from None
     if digest != computed_digest or type(version) is not int or version < 1:
         raise DamagedCheckpointError(f"{file} was changed after the save: its sha256 differs")
     if version > FORMAT:
@@ -141,17 +140,15 @@ def read(folder: epath.Path) -> Record | None:
             f"{file} has format {version}, this zerojax reads up to {FORMAT}: update zerojax, "
             f"or read the state by orbax ({folder / 'state'})"
         )
-    try:
-        return Record.model_validate(body)
-    except pydantic.ValidationError as error:
-        first, *more = error.errors(include_url=False)
-        location = ".".join(map(str, first["loc"]))[:200]
-        others = f", and {len(more)} more are wrong" if more else ""
-        raise DamagedCheckpointError(
-            f"{file} cannot be read: {location}: {first['msg']:.200}{others}"
-        ) from None
-    except UNREADABLE as error:
-        raise cannot_be_read(file, error) from None
+    with reading(file):
+        try:
+            return Record.model_validate(body)
+        except pydantic.ValidationError as error:
+            first, *more = error.errors(include_url=False)
+            location = ".".join(map(str, first["loc"]))[:200]
+            others = f", and {len(more)} more are wrong" if more else ""
+            what = f"{location}: {first['msg']:.200}{others}"
+            raise DamagedCheckpointError(f"{file} cannot be read: {what}") from None
 
 
 def files(folder: epath.Path, max_bytes: int = FULL_DIGEST_BYTES) -> dict[str, FileRecord]:
@@ -242,20 +239,17 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     """
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise CheckpointError(
-            f"{path} has {value.bit_length():,} bits, more than JSON readers take ({_MAX_BITS:,}): "
-            "write hex(x)"
+            f"{path} has {value.bit_length():,} bits, and JSON at most {_MAX_BITS:,}: write hex(x)"
         )
     if isinstance(value, bool | int | float | str | None):
         return value
     if level > _MAX_DEPTH:
-        raise CheckpointError(
-            f"{path:.60}... has more than {_MAX_DEPTH} levels of lists and mappings: flatten it"
-        )
+        raise CheckpointError(f"{path:.60}... is nested more than {_MAX_DEPTH} levels: flatten it")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:
                 raise CheckpointError(
-                    f"{path}: the key {key!r} cannot be stored as JSON: use another string"
+                    f"{path}: the key {key!r} cannot be stored: use another string"
                 )
         return {
             key: encode_json(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()
@@ -268,8 +262,7 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
         return encode_json(value.item(), path, level + 1)
     raise CheckpointError(
-        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key: write x.tolist(), or put "
-        "a large array into the state"
+        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key: write x.tolist()"
     )
 
 

@@ -367,8 +367,8 @@ def _check_kind(path: Path, x: jax.Array | StoredArray, struct: jax.ShapeDtypeSt
     """Raises CheckpointError for PRNG keys of another kind, or where only one of both is keys."""
     if x.dtype != struct.dtype and (is_key(x) or is_key(struct)):
         raise CheckpointError(
-            f"{'.'.join(path)} was saved as {x.dtype}, and the state has {struct.dtype}: make the "
-            "state with the same kind of keys"
+            f"{'.'.join(path)} was saved as {x.dtype}, the state has {struct.dtype}: use one kind "
+            "of keys"
         )
 
 
@@ -388,8 +388,7 @@ def _check_fits(
     if overflows.any():
         x64 = ", with jax_enable_x64" if leaf.dtype.itemsize == 8 else ""
         raise CheckpointError(
-            f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond those of {dtype}: "
-            f"restore it as {leaf.dtype}{x64}"
+            f"{saved.item}: {leaf.name} does not fit into {dtype}: restore it as {leaf.dtype}{x64}"
         )
 
 

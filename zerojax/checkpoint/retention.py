@@ -38,8 +38,7 @@ class Retention:
         are_ints = all(type(n) is int for n in (self.keep or 1, self.keep_best))
         if not are_ints or (self.keep is not None and self.keep < 1) or self.keep_best < 0:
             raise CheckpointError(
-                f"keep={self.keep!r}, keep_best={self.keep_best!r}: pass integers, and for keep at "
-                "least 1, or None to keep all"
+                f"keep={self.keep!r}, keep_best={self.keep_best!r}: pass integers; None keeps all"
             )
         if bool(self.keep_best) != (self.metric is not None) or (
             self.keep_best and self.keep is None

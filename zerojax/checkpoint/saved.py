@@ -15,9 +15,10 @@ from etils import epath
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import steps_folder
 from zerojax.checkpoint.errors import (
+    UNREADABLE,
     CheckpointError,
     DamagedCheckpointError,
-    cannot_be_read,
+    reading,
     together,
 )
 from zerojax.checkpoint.record import LeafRecord, Record
@@ -69,20 +70,18 @@ class SavedArrays:
     def __init__(self, folder: epath.PathLike) -> None:
         self.folder: epath.Path = steps_folder.path_of(folder)
         self._context = tensorstore.Context({_INDEX: {"total_bytes_limit": 64 * 2**20}})
-        try:
+        with reading(self.folder, (OSError,)):
             item = item_of(self.folder)
             if not steps_folder.in_bucket(self.folder):
                 for _ in records.sizes(item or self.folder):  # a FIFO would block tensorstore
                     pass
             listing = "" if item else contents(self.folder)
-        except OSError as error:
-            raise cannot_be_read(self.folder, error) from None
         if item is None:
             raise DamagedCheckpointError(
                 f"{self.folder} holds no arrays ({STATE}/{_METADATA}): {listing}"
             )
         self.item = item
-        try:
+        with reading(item / _METADATA):
             metadata = json.loads(steps_folder.read(item / _METADATA).decode())
             self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
             ocdbt = metadata.get("use_ocdbt")
@@ -97,8 +96,6 @@ class SavedArrays:
             ]
             if outside := [path for path in paths if ".." in "/".join(path).split("/")]:
                 raise ValueError(f"an array's name leaves the folder: {outside[0]!r:.200}")
-        except records.UNREADABLE as error:
-            raise cannot_be_read(item / _METADATA, error) from None
         self._paths = {".".join(path): path for path in paths}
         self.names: list[str] = sorted(self._paths)
 
@@ -174,10 +171,8 @@ class SavedArrays:
         return self._tried(name, future.result)
 
     def _tried(self, name: str, act: Callable[[], R]) -> R:
-        try:
+        with reading(f"{self.item}: {name:.200}", (*UNREADABLE, NotImplementedError)):
             return act()
-        except (*records.UNREADABLE, NotImplementedError) as error:
-            raise cannot_be_read(f"{self.item}: {name:.200}", error) from None
 
 
 class SavedStep(SavedArrays):
@@ -212,10 +207,8 @@ class SavedStep(SavedArrays):
           CheckpointError: ``process`` is not one of the processes that saved the step.
           DamagedCheckpointError: the ``extra`` cannot be read.
         """
-        try:
+        with reading(f"{self.folder}: extra"):
             return records.decode_json(self._extra(process))
-        except records.UNREADABLE as error:
-            raise cannot_be_read(f"{self.folder}: extra", error) from None
 
     def _extra(self, process: int | None) -> object:
         """Returns the ``extra`` as JSON, see :meth:`extra`."""
@@ -225,8 +218,8 @@ class SavedStep(SavedArrays):
             return self.record.extra
         if not 0 <= process < self.record.processes:
             raise CheckpointError(
-                f"{self.folder} has no extra of process {process}: {self.record.processes} "
-                "processes saved it"
+                f"{self.folder} has no extra of process {process}, only 0 to "
+                f"{self.record.processes - 1}"
             )
         return json.loads(steps_folder.read(records.extra_file(self.folder, process)).decode())
 
@@ -304,10 +297,8 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
       CheckpointError: the path does not exist, holds no checkpoint, or lacks the step.
     """
     root = steps_folder.require_answer(steps_folder.path_of(checkpoint))
-    try:
+    with reading(root, (OSError,)):
         return _at(root, step)
-    except OSError as error:
-        raise cannot_be_read(root, error) from None
 
 
 def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
@@ -320,8 +311,7 @@ def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
     by_step = steps_folder.folders(root)
     if not by_step:
         raise CheckpointError(
-            f"{root} holds no checkpoint ({contents(root)}): pass a folder of steps named by "
-            "number, such as 100/, or save first"
+            f"{root} holds no checkpoint ({contents(root)}): check the path, or save first"
         )
     if step is not None and step not in by_step:
         raise CheckpointError(f"{root} has no step {step}; it has {', '.join(map(str, by_step))}")

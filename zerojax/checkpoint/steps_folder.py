@@ -17,7 +17,7 @@ from typing import Self
 from etils import epath
 from etils.epath.gpath import PosixGPath
 
-from zerojax.checkpoint.errors import CheckpointError, cannot_be_read
+from zerojax.checkpoint.errors import CheckpointError, reading
 
 DELETED = ".deleted"
 UNDER_WAY = ".orbax-checkpoint-tmp"
@@ -107,8 +107,7 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
         import gcsfs  # noqa: F401
     except ImportError:
         raise CheckpointError(
-            f"directory: {path} needs gcsfs: pip install -e '.[bucket]'; or mount the bucket with "
-            "gcsfuse and pass that folder"
+            f"directory: {path} needs gcsfs: pip install -e '.[bucket]', or mount the bucket"
         ) from None
     # Tensorstore and other processes write to the bucket too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
@@ -122,8 +121,7 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
     asking.join(seconds)
     if asking.is_alive():
         raise CheckpointError(
-            f"directory: {path} does not answer within {seconds:g} s: check the network and the "
-            "credentials (`gcloud storage ls`)"
+            f"directory: {path} does not answer within {seconds:g} s: check network and credentials"
         )
     return path
 
@@ -217,10 +215,8 @@ def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 
 def _numbered(root: epath.Path) -> dict[int, epath.Path]:
-    try:
+    with reading(root, (OSError,)):
         entries = [*root.iterdir()] if exists(root) and root.is_dir() else []
-    except OSError as error:
-        raise cannot_be_read(root, error) from error
     entries.sort(key=lambda entry: -len(entry.name))  # the unpadded name comes last and wins
     steps = {step_of(entry): entry for entry in entries}
     return {step: entry for step, entry in steps.items() if step is not None}

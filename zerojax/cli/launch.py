@@ -127,8 +127,7 @@ def launch(
         elif include or exclude:
             if not find_gpus():
                 raise UsageError(
-                    "--include and --exclude choose GPUs, and this machine has none: remove them, "
-                    "or pass a --hostfile"
+                    "--include and --exclude choose GPUs, and there are none: pass --hostfile"
                 )
             hosts = select([Host("localhost", tuple(range(len(find_gpus()))))], include, exclude)
         counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, find_gpus)
@@ -214,8 +213,7 @@ def _counts(
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
             raise UsageError(
-                f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts: lower it, or add "
-                "hosts"
+                f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts: lower it"
             )
         hosts = hosts[:num_nodes]
     elif max(num_nodes or 1, len(counts)) > 1 and node_rank is None:
@@ -225,12 +223,10 @@ def _counts(
         counts *= machines
     if counts and len(counts) != machines:
         raise UsageError(
-            f"--nproc-per-node {given} on {machines} machines: pass one number, or one a machine"
+            f"--nproc-per-node {given} does not fit {machines} machines: pass one number"
         )
     if node_rank is not None and node_rank >= machines:
-        raise UsageError(
-            f"--node-rank {node_rank} must be below {machines}, the number of machines"
-        )
+        raise UsageError(f"--node-rank {node_rank} must be below the {machines} machines")
     if hosts is None:
         return counts or (len(gpus_here()) or 1,) * machines
     for host, count in zip(hosts, counts, strict=bool(counts)):
@@ -279,9 +275,7 @@ def _create_folder(folder: Path | None) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"--log-dir {folder} cannot be created: {in_a_line(error)}; name another folder"
-        ) from None
+        raise UsageError(f"--log-dir {folder}: {in_a_line(error)}; name another folder") from None
 
 
 def _watchdog(given: str | None) -> str | None:

@@ -46,7 +46,7 @@ def start(
     """Submits a job to the cluster, or prints the submission; returns the exit status."""
     if nproc_per_node is None or not re.fullmatch("[1-9][0-9]{0,5}", nproc_per_node):
         raise UsageError(
-            f"{cluster.chosen()} needs --nproc-per-node N, the processes (and GPUs) of each machine"
+            f"{cluster.chosen()} needs --nproc-per-node N, the processes of each machine"
         )
     count = int(nproc_per_node)
     if cluster.slurm is not None:

@@ -61,8 +61,7 @@ def mesh(
     existing = jax.devices()
     if devices is not None and not isinstance(devices, int | np.integer):
         raise TypeError(
-            f"devices={devices!r:.60}: pass the number of devices, zerojax.mesh(8), or "
-            'axes="data=4,model=2"'
+            f'devices={devices!r:.60}: pass a number, zerojax.mesh(8), or axes="data=4,model=2"'
         )
     if devices is not None and not 0 < devices <= len(existing):
         raise ValueError(
@@ -89,9 +88,7 @@ def parse_axes(text: str) -> dict[str, int]:
     pairs = [form.fullmatch(part) for part in text.split(",")]
     sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
     if len(sizes) < len(pairs):
-        raise ValueError(
-            f'axes {text!r}: give each axis once, with its number of devices: "data=4,model=2"'
-        )
+        raise ValueError(f'axes {text!r}: give each axis once, with a size: "data=4,model=2"')
     return sizes
 
 
@@ -123,29 +120,26 @@ def axis_sizes(
             )
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ValueError(
-                f'replicas={replicas!r}: pass the number of replica groups, or "hosts" for one on '
-                "each host"
+                f'replicas={replicas!r}: pass a number of replica groups, or "hosts" for one a host'
             )
         if devices % replicas:
             fits = [n for n in range(1, devices + 1) if devices % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - replicas))[:2])
             raise ValueError(
-                f"replicas={replicas} does not divide {devices} devices into equal groups: pass "
+                f"replicas={replicas} does not divide {devices} devices: pass "
                 f"{' or '.join(map(str, near))}"
             )
         return {REPLICA: replicas, AXIS: devices // replicas}
     axes = parse_axes(axes) if isinstance(axes, str) else axes
     if axes is not None and not isinstance(axes, Mapping):
-        raise TypeError(
-            f'axes={axes!r:.60}: pass sizes by name, "data=4,model=2" or {{"data": 4, "model": 2}}'
-        )
+        raise TypeError(f'axes={axes!r:.60}: pass "data=4,model=2" or {{"data": 4, "model": 2}}')
     sizes = {AXIS: devices} if axes is None else dict(axes)
     product = math.prod(sizes.values())
     if product != devices or any(size < 1 for size in sizes.values()):
         written = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(
-            f"axes {written or '{}'} multiply out to {product}, not to devices={devices}: change a "
-            "size, or devices"
+            f"axes {written or '{}'} multiply out to {product}, not to {devices} devices: change a "
+            "size"
         )
     return sizes
 

@@ -71,9 +71,7 @@ def process_rows(n: int, mesh: Mesh | None = None) -> slice:
     block_size, remainder = divmod(n, blocks.number)
     if remainder:
         fits = " or ".join(str(m) for m in (n - remainder, n - remainder + blocks.number) if m)
-        raise ValueError(
-            f"{n} rows do not divide among {blocks.number} processes: use {fits} rows."
-        )
+        raise ValueError(f"{n} rows do not divide among {blocks.number} processes: use {fits}.")
     return slice(blocks.own * block_size, (blocks.own + 1) * block_size)
 
 

@@ -155,7 +155,7 @@ def _gpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
         )
     if _missing("jax_plugins.xla_cuda13") and _missing("jax_plugins.xla_cuda12"):
         raise ImportError(
-            f"compiling for {name!r} needs XLA's GPU compiler: pip install -e '.[compile]'"
+            f"compiling for {name!r} needs XLA's compiler: pip install -e '.[compile]'"
         )
     nodes = max(1, devices // per_node)
     try:

@@ -111,9 +111,7 @@ by='torchrun')
     count = _number(environ, launcher, launcher.count, 1)
     index = _number(environ, launcher, launcher.index)
     if index >= count:
-        raise LaunchError(
-            f"{launcher.index}={index} is not below {launcher.count}={count}: correct one of them"
-        )
+        raise LaunchError(f"{launcher.index}={index} must be below {launcher.count}={count}")
     if count == 1:
         return None
     local_index, local_count = None, None

@@ -255,8 +255,8 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
         time.sleep(0.2)
     if was_admitted:
         raise LaunchError(
-            f"process 0 at {me.coordinator} ended before all {me.count} processes had arrived: "
-            "look at its output"
+            f"process 0 at {me.coordinator} ended before {me.count} processes arrived: see its "
+            "output"
         )
     raise LaunchError(
         f"process {me.index} of {me.count} on {mine['host']} did not reach process 0 at "

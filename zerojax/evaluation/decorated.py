@@ -79,8 +79,7 @@ class Evaluation(Decorated[P, R]):
         given = (parts, call.batch, call.further)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
             raise TypeError(
-                f"{self._arguments.name} is compiled by zero.evaluate: call it outside jax.jit, "
-                "scan, vmap and grad."
+                f"{self._arguments.name} is compiled by zero.evaluate: call it outside jax.jit."
             )
         arrays = jax.tree.leaves((parts.params, parts.rest))
         if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):

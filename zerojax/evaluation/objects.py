@@ -90,8 +90,7 @@ def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subjec
         new_tree: PyTreeDef = jax.tree.structure(updated.rest)
         if old_tree != new_tree:
             raise TypeError(
-                f"{function.__name__} adds or removes variables of its NNX objects (sow does): do "
-                "that outside zero.evaluate."
+                f"{function.__name__} adds or removes NNX variables: do so outside zero.evaluate."
             )
         _check_kept(parts.params, updated.params)
         pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(updated.rest), strict=True)

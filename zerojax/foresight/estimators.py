@@ -258,7 +258,7 @@ def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
         modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape) // stacked
     if not modules:
         raise TypeError(
-            f"model: a {type(model).__name__} has no parameters; pass a model or its params"
+            f"model: a {type(model).__name__} has no parameters: pass a model or params"
         )
     return total, max(modules.values())
 
@@ -317,9 +317,7 @@ def _checked(params: float, layer: float | None, gpus: int, nodes: int) -> tuple
         if not 0 < value < math.inf:
             raise ValueError(f"{name} = {value} must be above 0 and finite")
     if layer is not None and layer > params:
-        raise ValueError(
-            f"largest_layer_params = {layer:,.0f} exceeds total_params = {params:,.0f}"
-        )
+        raise ValueError(f"largest_layer_params = {layer:,.0f} exceeds total_params {params:,.0f}")
     return int(params), int(layer or 0)
 
 

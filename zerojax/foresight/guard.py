@@ -94,8 +94,8 @@ class Guard:
         except Exception as error:  # a failure of the search must not hide the result of the check
             advice = f"Settings that fit were not found: {type(error).__name__}: {error}"
         raise OutOfMemoryError(
-            f"the step needs {size(peak.bytes)} of each device's memory, which has room for "
-            f"{size(room)}, and was not run.\n{advice}"
+            f"the step needs {size(peak.bytes)} on each device, has {size(room)}, and was not "
+            f"run.\n{advice}"
         )
 
     def _advice(

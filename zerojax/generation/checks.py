@@ -154,6 +154,4 @@ def check_values(**arguments: PyTree) -> None:
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(f"{where} is a jax.ShapeDtypeStruct, without values: pass arrays")
         if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(
-                f"{where} is deleted (donated to a step): pass what that step returned"
-            )
+            raise ValueError(f"{where} is deleted (donated to a step): pass what it returned")

@@ -125,8 +125,7 @@ class EncoderDecoder:
         start: int | None = self.config.decoder_start_token_id if of_folder is None else of_folder
         if start is None:
             raise ValueError(
-                "the model's config has decoder_start_token_id = None: set it to the token that "
-                "starts a target"
+                "the config has decoder_start_token_id = None: set it to the first token of targets"
             )
         return start
 

@@ -141,8 +141,8 @@ def generate_stream(
     options = Options.of(model, max_new_tokens=max_new_tokens, **how)
     if options.search.num_beams > 1:
         raise ValueError(
-            "generate_stream: num_beams: a beam search has its tokens only at its end; pass "
-            "num_beams=1, or call zerojax.generate"
+            "generate_stream: num_beams: a beam search yields no tokens before its end; pass "
+            "num_beams=1"
         )
     run = Run.of(model, params, tokens, options, **others)
     run.check_lengths("generate_stream")

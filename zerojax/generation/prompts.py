@@ -54,17 +54,14 @@ class Prompts(NamedTuple):
         for i, row in enumerate(rows):
             if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
                 raise TypeError(
-                    f"row {i} of tokens has the shape {row.shape} and the dtype {row.dtype}: "
-                    f"{SHAPES}"
+                    f"row {i} of tokens has shape {row.shape} and dtype {row.dtype}: {SHAPES}"
                 )
         longest = max(row.size for row in rows)
         if mask is not None:
             rows = _kept(rows, mask)
         for i, row in enumerate(rows):
             if not row.size:
-                raise ValueError(
-                    f"the prompt of row {i} is empty: start it with the model's first token (BOS)"
-                )
+                raise ValueError(f"the prompt of row {i} is empty: start it with BOS")
             if (wraps := (row > _INT32.max) | (row < _INT32.min)).any():
                 raise _unknown_token(row, int(np.argmax(wraps)), i, _INT32.max)
         padded = np.zeros((len(rows), longest), np.int32)
@@ -120,7 +117,6 @@ def _kept(rows: list[np.ndarray], mask: Any) -> list[np.ndarray]:
     for i, (kept, row) in enumerate(zip(masks, rows, strict=True)):
         if kept.shape != row.shape or not np.isin(kept, (0, 1)).all():
             raise ValueError(
-                f"row {i} of mask does not fit the {row.size} tokens of that row: pass 1 or 0 "
-                "for each"
+                f"row {i} of mask does not fit the {row.size} tokens: pass 1 or 0 for each"
             )
     return [row[kept != 0] for row, kept in zip(rows, masks, strict=True)]

@@ -152,8 +152,7 @@ class Run(NamedTuple):
         if self.generation.decoder.takes_positions or len({*lengths}) == 1:
             return
         raise ValueError(
-            f"{what}: the model reads one token of all rows at a time: pass prompts of one length, "
-            "or call zerojax.generate without beams"
+            f"{what}: the model reads one token of all rows at a time: pass prompts of one length"
         )
 
     def written(self, progress: Progress) -> jax.Array:
@@ -191,14 +190,13 @@ def _check_options(options: Options, key: object, weights: Weights | None) -> No
     if not sampling.is_greedy:
         if key is None:
             raise ValueError(
-                f"temperature = {sampling.temperature} draws tokens: pass "
-                "key=jax.random.key(seed), or temperature=0"
+                f"temperature = {sampling.temperature} draws tokens: pass key=jax.random.key(seed)"
             )
         check_key(key)
         if beams > 1:
             raise ValueError(
-                f"num_beams = {beams} beside temperature = {sampling.temperature}: a beam "
-                "search draws no tokens; pass num_beams=1 or temperature=0"
+                f"num_beams = {beams} beside temperature = {sampling.temperature}: set one of them "
+                "to its default"
             )
     is_known = weights in (None, "gathered", "by_layer")
     require(is_known, "weights", weights, '"gathered", "by_layer" or None')

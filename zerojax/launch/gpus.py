@@ -48,7 +48,7 @@ def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
             available = f"{socket.gethostname()} has {_count_text(len(installed))}"
             raise UsageError(
                 f"CUDA_VISIBLE_DEVICES={visible}: {available}"
-                + ("" if installed else "; JAX_PLATFORMS=cpu starts processes on CPUs")
+                + "; or set JAX_PLATFORMS=cpu" * (not installed)
             )
         buses = [bus for uuid, bus in installed if uuid and uuid.startswith(name)]
         bus = installed[int(name)][1] if name.isdigit() else (buses or [""])[0]

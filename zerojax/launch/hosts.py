@@ -44,7 +44,7 @@ def read_hostfile(path: Path) -> list[Host]:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--hostfile {path} cannot be read: {in_a_line(error)}; write lines `HOST slots=N`"
+            f"--hostfile {path}: {in_a_line(error)}; write lines `HOST slots=N`"
         ) from None
     hosts: list[Host] = []
     seen: dict[str, int] = {}

@@ -129,6 +129,4 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise UsageError(
-        "no port of 100 tried from 20000 to 32000 is free: pass --coordinator HOST:PORT"
-    )
+    raise UsageError("no port of 100 from 20000 to 32000 is free: pass --coordinator HOST:PORT")

@@ -42,8 +42,7 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
     count = node.counts[node.rank]
     if gpus and count > len(gpus):
         raise UsageError(
-            f"{count} processes do not fit {len(gpus)} GPUs: start one process a GPU, or set "
-            "JAX_PLATFORMS=cpu"
+            f"{count} processes do not fit {len(gpus)} GPUs: start fewer, or set JAX_PLATFORMS=cpu"
         )
     if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
         raise UsageError(
@@ -186,7 +185,7 @@ def new_attempt(folder: Path) -> Path:
             number += 1
         except OSError as error:
             raise UsageError(
-                f"--log-dir {folder} cannot be used: {in_a_line(error)}; name another folder"
+                f"--log-dir {folder}: {in_a_line(error)}; name another folder"
             ) from None
 
 

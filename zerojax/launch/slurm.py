@@ -72,9 +72,7 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
     except ValueError as error:
         raise UsageError(f"--slurm {options!r}: {error}") from None
     if odd := [word for word in (options, _name(job), str(job.log_dir)) if not word.isprintable()]:
-        raise UsageError(
-            f"{odd[0]!r} has a character that does not print, such as a newline: remove it"
-        )
+        raise UsageError(f"{odd[0]!r} has an unprintable character, such as a newline: remove it")
     misplaced = [word for word in user_options if not word.startswith("-")]
     if misplaced:
         raise UsageError(f"--slurm: {misplaced[0]!r} is no option: write --name=value")
@@ -125,8 +123,7 @@ def submit(script: str, environ: Mapping[str, str]) -> int:
     """
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
         raise UsageError(
-            "--slurm: sbatch is not installed here: run this on a login node, or print the script "
-            "with --dry-run"
+            "--slurm: sbatch is not installed: run this on a login node, or with --dry-run"
         )
     completed = subprocess.run(["sbatch"], input=script, text=True, check=False, env=dict(environ))
     return completed.returncode

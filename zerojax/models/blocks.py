@@ -230,6 +230,4 @@ def check_length(tokens: jax.Array, config: ModelConfig, field: str) -> None:
     """Rejects rows [B, T] that are longer than a field of the model's config allows."""
     length, limit = tokens.shape[1], getattr(config, field)
     if length > limit:
-        raise ValueError(
-            f"{length} tokens in a row, but {field} = {limit}: cut the rows, or increase it"
-        )
+        raise ValueError(f"{length} tokens in a row, but {field} = {limit}: cut the rows")

@@ -141,5 +141,5 @@ def check_cached(
         if value is not None:
             raise ValueError(
                 f"{name} beside positions: a decoder with a cache takes unpadded rows and returns "
-                "logits; pass only one of them"
+                "logits"
             )

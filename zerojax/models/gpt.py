@@ -220,8 +220,8 @@ class GPT(nn.Module):
             kernels, attention, layout = None, None, Layout()
         if kernels and layout.sequence:
             raise ValueError(
-                "GPT: fused kernels take full rows, and the mesh's axis 'seq' splits them: pass "
-                "kernels or sequence, not both"
+                "GPT: fused kernels take full rows, and the mesh has an axis 'seq': remove one of "
+                "them"
             )
         layout.check(tokens)
         check_length(tokens, c, "block_size")

@@ -55,8 +55,8 @@ def _imported(name: str, module: str, function: str) -> Builder:
         found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
     except Exception as error:  # any error is possible: the module's code runs
         raise ModelError(
-            f"model {name!r}: {type(error).__name__}: {error} (looked in PYTHONPATH and the "
-            "current folder)"
+            f"model {name!r}: {type(error).__name__}: {error} (in PYTHONPATH and the current "
+            "folder)"
         ) from error
     if not callable(found):
         raise ModelError(f"model {name!r}: {type(found).__name__} is no function")

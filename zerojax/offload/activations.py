@@ -85,8 +85,7 @@ def remat_policy(policy: str) -> Callable[..., bool]:
     names = [name.strip() for name in rest.split(",")]
     if not all(names):
         raise ValueError(
-            f"remat policy {policy!r} lacks a name: write '{kind}:a,b' for the names given by "
-            "checkpoint_name."
+            f"remat policy {policy!r} lacks a name: write '{kind}:a,b', names of checkpoint_name."
         )
     if kind == "names":
         return policies.save_only_these_names(*names)

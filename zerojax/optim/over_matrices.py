@@ -74,8 +74,8 @@ def over_matrices(fn: Function) -> Callable[[PyTree], PyTree]:
         name = jax.tree_util.keystr(path) or "the array"
         if x.ndim < 2:
             raise ValueError(
-                f"over_matrices: {name} has shape {x.shape}, not [..., m, n]: select the matrices "
-                "with optax.partition or optax.masked."
+                f"over_matrices: {name} has shape {x.shape}, not [..., m, n]: leave it out "
+                "(optax.masked)."
             )
         out: jax.Array = call(x.reshape(-1, *x.shape[-2:]))
         if out.shape[1:] != x.shape[-2:]:

@@ -67,8 +67,8 @@ def telemetry(state: PyTree) -> Telemetry:
     opt_state = find_zero_state(getattr(state, "zero_state", state))
     if opt_state is None:
         raise TypeError(
-            f"{type(state).__name__} holds no zerojax optimizer state: pass a state that zero.init "
-            "made or the decorated step returned."
+            f"{type(state).__name__} has no zerojax optimizer state: pass one of zero.init or the "
+            "step."
         )
 
     figures = report(opt_state)

@@ -137,8 +137,7 @@ def wrap(
     ZeroConfig(gradient_clipping=gradient_clipping)
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
         raise TypeError(
-            f"loss_scale: expected a zerojax.LossScale, got {loss_scale!r}; write "
-            "LossScale(loss_scale=128.0) for a static scale"
+            f"loss_scale={loss_scale!r}: pass a LossScale, such as LossScale(loss_scale=128.0)"
         )
     wrapped = cast(ZeroTransformation, tx)
     if isinstance(tx, ZeroTransformation | BoundTransformation | NNXTransformation):

@@ -129,8 +129,8 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
     dims = zip(weights.shape[::-1], values.shape[::-1], strict=False)
     if weights.ndim > values.ndim or any(w not in (1, v) for w, v in dims):
         raise ValueError(
-            f"weighted_mean: weights {weights.shape} do not broadcast to values {values.shape}; "
-            "write weights[:, None] for a weight a row"
+            f"weighted_mean: weights {weights.shape} do not broadcast to {values.shape}; write "
+            "weights[:, None]"
         )
     weights = jnp.broadcast_to(weights, values.shape)
     total = jnp.sum(weights)

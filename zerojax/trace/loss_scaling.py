@@ -48,7 +48,7 @@ def _check_scaled(jaxpr: Jaxpr) -> None:
         )
     if mixed := sum(MarkOrigins.MIXED in origin for origin in gradients):
         raise ValueError(
-            f"fp16 is on, and {mixed} of {len(gradients)} gradients are clipped, or added to, "
+            f"fp16 is on, and {mixed} of {len(gradients)} gradients are clipped or added to "
             "before the loss scale is divided out. Move clipping (gradient_clipping), decay and "
             "noise into the optax chain; zerojax.telemetry has the norm."
         )

@@ -88,9 +88,7 @@ def _length(name: str, args: PyTree) -> int:
         lengths[jnp.shape(x)[1]] = jax.tree_util.keystr(path)
     if len(lengths) != 1:
         found = ", ".join(f"{length} in {path}" for length, path in lengths.items())
-        raise ValueError(
-            f"tiled({name}): its arguments [B, T, ...] need one T, and have {found or 'none'}"
-        )
+        raise ValueError(f"tiled({name}): arguments [B, T, ...] need one T, got {found or 'none'}")
     return next(iter(lengths))
 
 
@@ -128,8 +126,8 @@ def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
             out, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable)
         except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
             raise ValueError(
-                f"tiled({name}): the module reads variables of a module created outside it; create "
-                "that one inside, or tile each"
+                f"tiled({name}): the module reads variables of one created outside: create it "
+                "inside"
             ) from error
         if names := [
             key
@@ -137,8 +135,7 @@ def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
             if any(id(x) not in read for x in jax.tree.leaves(tree))
         ]:
             raise ValueError(
-                f"tiled({name}): the module changes {', '.join(names)}, which chunks cannot; call "
-                "it without tiled"
+                f"tiled({name}): the module changes {', '.join(names)}: call it without tiled"
             )
         return out
 

@@ -201,8 +201,7 @@ class Callbacks:
         for callback in self._all:
             if not isinstance(callback, TrainerCallback):
                 raise TypeError(
-                    f"callbacks: {callback!r} is no callback; derive it from "
-                    "zerojax.trainer.TrainerCallback"
+                    f"callbacks: {callback!r} is no callback; derive it from TrainerCallback"
                 )
             for name in dir(callback):
                 if name.startswith("on_") and name not in EVENTS:

@@ -104,8 +104,7 @@ class Epochs(NamedTuple):
         if is_stream(dataset):
             if args.max_steps <= 0:
                 raise ValueError(
-                    f"train_dataset: {type(dataset).__name__} has no length: set max_steps, the "
-                    "number of updates"
+                    f"train_dataset: {type(dataset).__name__} has no length: set max_steps"
                 )
             return cls(0, 0, batch, args.max_steps, args.max_steps, seed)
         rows = check("train_dataset", dataset)
@@ -244,9 +243,7 @@ class Reader:
         rows, left_out = self._rows(indices)
         batch = self._collator(rows)
         if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"data_collator gave {type(batch).__name__}: return a dict of arrays [rows, ...]"
-            )
+            raise TypeError(f"data_collator gave {type(batch).__name__}: return a dict of arrays")
         arrays = {name: np.asarray(x) for name, x in batch.items()}
         for name, x in arrays.items():
             if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(indices):
@@ -300,8 +297,7 @@ def stacked(rows: list[Any]) -> dict[str, np.ndarray]:
     first = rows[0]
     if not isinstance(first, Mapping):
         raise TypeError(
-            f"a row is {type(first).__name__}, not a dict: pass data_collator, a function from "
-            "rows to a dict of arrays"
+            f"a row is {type(first).__name__}, not a dict: pass data_collator(rows) -> dict"
         )
     batch = {}
     for name in first:

@@ -92,8 +92,7 @@ def place_like(params: PyTree, like: PyTree, *, own: bool = True) -> PyTree:
         shapes = [getattr(tree.get(path), "shape", None) for tree in (given, wanted)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"params: {path} is {shapes[0]} where the model has {shapes[1]} (None: no such "
-                "parameter)"
+                f"params: {path} is {shapes[0]} where the model has {shapes[1]} (None: missing)"
             )
     leaves = [
         jax.device_put(given[path].astype(x.dtype), x.sharding, may_alias=not own)

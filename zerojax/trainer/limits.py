@@ -79,7 +79,7 @@ class Limits:
             if labels.dtype.kind not in "iub" and labels.shape[1:] != logits[1:]:
                 raise TypeError(
                     f"labels are {labels.dtype}, and {self._loss.__name__} needs integers: convert "
-                    "them, or pass Trainer(loss=...)"
+                    "them"
                 )
             self._within(batch, "labels", logits[-1], f"the last axis of {self._name}'s logits")
         if "attention_mask" in batch and not self._masks:
@@ -116,8 +116,7 @@ class Limits:
         if out_of_range.any():
             note = f" ({IGNORED} is a label that does not count)" * (name == "labels")
             raise ValueError(
-                f"{name} have {values[out_of_range][0]}, and {of} has {size}: number them from 0, "
-                f"or enlarge the model{note}"
+                f"{name} have {values[out_of_range][0]}, and {of} has {size}: count from 0{note}"
             )
 
     def _of_all(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -82,8 +82,7 @@ def forward_of(given: object) -> Forward:
     if isinstance(loss, tuple) or jnp.ndim(loss):
         shapes = jax.tree.map(jnp.shape, loss)
         raise TypeError(
-            f"the loss is a scalar, or a pair (values, weights) of one shape, not {shapes}: return "
-            "its mean, or add weights"
+            f"the loss is a scalar, or a pair (values, weights) of one shape, not {shapes}"
         )
     return Forward(jnp.asarray(loss), None, predictions)
 

@@ -85,8 +85,8 @@ def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Linen | Nnx
     if isinstance(model, nnx.Module) or callable(model):
         return Nnx(model, loss, seed)
     raise TypeError(
-        f"model: {type(model).__name__} is neither a flax.linen nor an nnx module: pass one, or a "
-        "function from rngs to an nnx module"
+        f"model: {type(model).__name__} is no flax module, and no function from rngs to an "
+        "nnx.Module"
     )
 
 

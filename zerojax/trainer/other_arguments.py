@@ -135,7 +135,7 @@ def refuse_overrides(subclass: type) -> None:
     for name in vars(subclass):
         if name in OVERRIDDEN:
             raise TypeError(
-                f"{subclass.__name__}.{name}: zerojax.Trainer never calls it; {OVERRIDDEN[name]}"
+                f"{subclass.__name__}.{name}: the Trainer never calls it; {OVERRIDDEN[name]}"
             )
 
 

@@ -97,8 +97,8 @@ class RunFolder:
             if step is None:
                 problem = "has no checkpoint" if folder.exists() else "does not exist: nothing"
                 raise CheckpointError(
-                    f"{folder} {problem} to resume from: call train() without "
-                    "resume_from_checkpoint to begin a new run"
+                    f"{folder} {problem} to resume from: remove resume_from_checkpoint for a new "
+                    "run"
                 )
             extra = source.extra(step, process=0)
             self._check(extra, f"{folder}/{step}")
@@ -150,8 +150,7 @@ class RunFolder:
     def _check(self, extra: object, where: str) -> None:
         if not isinstance(extra, Mapping) or not {"trainer", "data", "losses"} <= extra.keys():
             raise CheckpointError(
-                f"{where} was not saved by a Trainer, and has no position in the data: pass its "
-                "parameters, Trainer(params=...)"
+                f"{where} was not saved by a Trainer: pass its parameters, Trainer(params=...)"
             )
         previous, current = dict(extra["data"]), self._data()
         steps = previous.pop("steps"), current.pop("steps")

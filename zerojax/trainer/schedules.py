@@ -77,8 +77,7 @@ def schedule(name: str, run: Run, options: Options | None = None) -> optax.Sched
     chosen = chosen_options(name, shape.options, options)
     if chosen.get("lr_end", 0) and chosen["lr_end"] >= run.rate:
         raise ConfigError(
-            f"lr_scheduler_kwargs: lr_end = {chosen['lr_end']:g} must be below learning_rate = "
-            f"{run.rate:g}"
+            f"lr_scheduler_kwargs: lr_end = {chosen['lr_end']:g} must be below {run.rate:g}"
         )
     decay_steps = max(1, run.steps - run.warmup)
 

@@ -225,8 +225,8 @@ def _dimensions(side: str, text: str) -> tuple[tuple[str, ...], ...]:
         match = _SIDE.match(side, position)
         if match is None:
             raise ValueError(
-                f'"{text}" is no arrangement: {side[position:].strip()!r} is no axis; separate '
-                'names by spaces, "o i -> i o"'
+                f'"{text}" is no arrangement: {side[position:].strip()!r} is no axis; write "o i '
+                '-> i o"'
             )
         dimensions.append(
             tuple(match["group"].strip("()").split()) if match["group"] else (match[0].strip(),)
@@ -273,11 +273,14 @@ class _Links:
             )
         if wrong := {axis for axis in self.sections if not self._leads(axis)}:
             raise self._error(
-                f"{min(wrong)} has sizes: write ({min(wrong)} ...), as the first of several axes"
+                f"{min(wrong)} has sizes: write ({min(wrong)} ...), the first of several"
             )
 
     def _error(self, text: str) -> ValueError:
         return ValueError(f'"{self.text}": {text}')
+
+    def _misfit(self, text: str) -> ValueError:
+        return self._error(f"{text}: correct sizes or parts")
 
     def _leads(self, axis: str) -> bool:
         return any(d[0] == axis and len(d) > 1 for d in (*self.tensor, *self.parameter) if d)
@@ -302,9 +305,7 @@ class _Links:
         tensor_shape, tensor_start, tensor_steps = self._laid(self.tensor, sizes, at)
         shape, start, steps = self._laid(self.parameter, sizes, at)
         if shape != self.shape:
-            raise self._error(
-                f"yields {[*shape]}, the parameter is {[*self.shape]}: correct sizes or parts"
-            )
+            raise self._misfit(f"yields {[*shape]}, the parameter is {[*self.shape]}")
         tensor_strides = [math.prod(tensor_shape[d + 1 :]) for d in range(len(tensor_shape))]
         axes = [
             Axis(sizes[axis], step * tensor_strides[d], steps[axis][0], steps[axis][1])
@@ -346,9 +347,8 @@ class _Links:
                 )
             product = math.prod(sizes[axis] for axis in axes if axis in sizes)
             if n % product or (not unknown and n != product):
-                raise self._error(
-                    f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}: correct "
-                    "sizes or parts"
+                raise self._misfit(
+                    f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}"
                 )
             sizes |= {axis: n // product for axis in unknown}
         return sizes
@@ -366,17 +366,13 @@ class _Links:
                     n = lengths[at[axis]]
                     if n != step:
                         value = self._value(axis, at[axis])
-                        raise self._error(
-                            f"{axis} = {value} has {n}, its axes {step}: correct parts or sizes"
-                        )
+                        raise self._misfit(f"{axis} = {value} has {n}, its axes {step}")
                     begin += sum(lengths[: at[axis]])
                     step = sum(lengths)
                     continue
                 if axis in at:
                     if at[axis] >= sizes[axis]:
-                        raise self._error(
-                            f"{axis} = {at[axis]} of {sizes[axis]}: correct sizes or parts"
-                        )
+                        raise self._misfit(f"{axis} = {at[axis]} of {sizes[axis]}")
                     begin += at[axis] * step
                 else:
                     steps[axis] = (d, step)

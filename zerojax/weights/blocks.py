@@ -68,11 +68,7 @@ def stacked(params: PyTree, blocks: str = "h_{}", stack: str | None = None) -> P
             )
         return _like(tree, {**items, names.stack: joined})
 
-    result = _visited(params, visit)
-    if not found:
-        keys = [*params] if isinstance(params, Mapping) else []
-        raise ValueError(f"there are no blocks {blocks!r}, only {keys}: pass the key of yours.")
-    return result
+    return _visited(params, visit, found, blocks)
 
 
 def unstacked(params: PyTree, blocks: str = "h_{}", stack: str | None = None) -> PyTree:
@@ -109,11 +105,7 @@ def unstacked(params: PyTree, blocks: str = "h_{}", stack: str | None = None) ->
                 items |= {names.last.format(i): block for i, block in enumerate(split)}
         return _like(tree, items)
 
-    result = _visited(params, visit)
-    if not found:
-        keys = [*params] if isinstance(params, Mapping) else []
-        raise ValueError(f"there is no stack {names.stack!r}, only {keys}: pass the key of yours.")
-    return result
+    return _visited(params, visit, found, names.stack)
 
 
 class _Names(NamedTuple):
@@ -134,8 +126,8 @@ class _Names(NamedTuple):
         *above, last = blocks.split("/")
         if last.count("{}") != 1 or "{}" in "".join(above) or (last == "{}" and not above):
             raise ValueError(
-                f"blocks = {blocks!r} must be the key of blocks with {{}} for their numbers, "
-                '"h_{}", or of a list, "layers/{}".'
+                f'blocks = {blocks!r} must be the key of blocks, such as "h_{{}}", or of a list, '
+                '"layers/{}".'
             )
         if last == "{}":
             return cls((*above,), last, above[-1])
@@ -160,10 +152,16 @@ class _Names(NamedTuple):
         return path[len(path) - len(self.above) :] == self.above
 
 
-def _visited(params: PyTree, visit: Callable[[PyTree, tuple[str, ...]], PyTree]) -> PyTree:
-    if isinstance(params, nnx.State):
-        return type(params)(visit(params.raw_mapping, ()))
-    return visit(params, ())
+def _visited(
+    params: PyTree, visit: Callable[[PyTree, tuple[str, ...]], PyTree], found: list[int], key: str
+) -> PyTree:
+    """Returns the visited tree, in which ``visit`` must have found a ``key``."""
+    is_state = isinstance(params, nnx.State)
+    result = visit(params.raw_mapping if is_state else params, ())
+    if not found:
+        keys = [*params] if isinstance(params, Mapping) else []
+        raise ValueError(f"the tree has no {key!r}, only {keys}: pass the key of yours.")
+    return type(params)(result) if is_state else result
 
 
 def _like(tree: Any, items: dict[Any, PyTree]) -> PyTree:
@@ -202,8 +200,7 @@ def _split(stack: PyTree, name: str) -> list[PyTree]:
     sizes = {np.shape(x)[:1] for x in leaves}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
-            f"{name} is not a stack of blocks: the first dimensions of its arrays are "
-            f"{sorted(sizes)}."
+            f"{name} is no stack of blocks: its arrays have first dimensions {sorted(sizes)}."
         )
     ((n,),) = sizes
     parts = [_unstack(x) for x in leaves]

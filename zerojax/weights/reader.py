@@ -161,13 +161,10 @@ def _in_folder(folder: pathlib.Path, name: str) -> pathlib.Path:
     path, index = pathlib.PurePath(name), folder / INDEX
     if not path.name or path.is_absolute() or ".." in path.parts:
         raise ValueError(
-            f"{index} names {_named(name)}, which is outside of the folder: copy index and files "
-            "of one save"
+            f"{index} names {_named(name)}, outside of the folder: copy index and files of one save"
         )
     if not os.path.isfile(folder / path):  # False for a name that is too long
-        raise FileNotFoundError(
-            f"{index} names {_named(name)}, which is not in the folder: copy it there"
-        )
+        raise FileNotFoundError(f"{index} names {_named(name)}, which is not there: copy it")
     return folder / path
 
 
@@ -206,9 +203,7 @@ def read_json(file: pathlib.Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}): copy the file again") from None
     if not isinstance(values, dict):
-        raise ValueError(
-            f"not JSON ({type(values).__name__} instead of an object): copy the file again"
-        )
+        raise ValueError(f"not JSON ({type(values).__name__} for an object): copy the file again")
     return values
 
 

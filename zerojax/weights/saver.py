@@ -170,8 +170,7 @@ def check_tied(linked: Linked, parameter: Callable[[str], Shaped]) -> None:
             with_tied = _assemble([*owners, (path, part)], parameter)
             if not np.array_equal(tensor, with_tied):
                 raise ValueError(
-                    f"{path} and {owners[0][0]} are both {part.tensor}, and differ: name each of "
-                    "them, or train them as one"
+                    f"{path} and {owners[0][0]} are both {part.tensor}, and differ: name each"
                 )
 
 

@@ -62,5 +62,5 @@ def _check_arrays(eqn: Any) -> None:
         name = eqn.primitive.name if hijax is None else type(hijax).__name__
         raise NotImplementedError(
             f"zerojax cannot read {name} at {source_info_util.summarize(jaxprs.source(eqn))}: pass "
-            "only arrays in and out of it."
+            "only arrays."
         )

@@ -72,7 +72,7 @@ def check_supported(values: Json, supported: Supported, module: str) -> None:
     for key, accepted in supported.items():
         if key in values and values[key] not in accepted:
             raise ValueError(
-                f"{key} = {values[key]!r} is not supported: {module} computes "
+                f"{key} = {values[key]!r} is not supported: {module} has "
                 f"{' or '.join(map(repr, accepted))}"
             )
 
@@ -137,9 +137,7 @@ def in_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     """
     file = pathlib.Path(folder) / CONFIG_FILE
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} does not exist: copy it from the model's page, or write the config by hand"
-        )
+        raise FileNotFoundError(f"{file} does not exist: copy it from the model's page")
     return file
 
 

@@ -57,8 +57,7 @@ def from_hf(values: Json, theta: float, longest: int) -> Fields:
     kind = "longrope" if kind == "su" else kind  # its name in older files
     if kind not in _FIELDS:
         raise ValueError(
-            f"rope_type = {kind!r} is not supported: zerojax.models.rope computes "
-            f"{', '.join(TYPES)}"
+            f"rope_type = {kind!r} is not supported: zerojax.models.rope has {', '.join(TYPES)}"
         )
     may_lack_factor = kind == "longrope" or (kind == "yarn" and "factor" in given)
     if may_lack_factor and given.get("factor") is None:

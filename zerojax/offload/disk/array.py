@@ -185,9 +185,7 @@ class DiskArray:
         self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
         if copy is False:
-            raise ValueError(
-                f"{self!r} is on disk, and cannot be read without a copy: leave out copy=False"
-            )
+            raise ValueError(f"{self!r} is on disk: leave out copy=False")
         values = self.read_slice(full_index(self.shape))
         return values if dtype is None else values.astype(dtype, copy=False)
 
@@ -220,9 +218,7 @@ class DiskArray:
                     filled += part.size
                 begin = end
         if filled < out.size:
-            raise ValueError(
-                f"{self!r}: other processes hold part of {wanted}: read only this process's shards"
-            )
+            raise ValueError(f"{self!r}: other processes hold part of {wanted}")
         return out
 
     def load(self) -> jax.Array:

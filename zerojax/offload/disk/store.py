@@ -228,20 +228,17 @@ class DiskStore:
         self._check()
         try:
             flat = disk_file.read(block.file, block.nbytes)
+            if disk_file.checksum(flat) != block.checksum:
+                raise OSError("its checksum differs")
         except OSError as error:
-            raise DiskStateError(_damaged(key, block, str(error))) from None
-        if disk_file.checksum(flat) != block.checksum:
-            raise DiskStateError(_damaged(key, block, "its checksum differs"))
+            what = f"{block.file}, {_size(block.nbytes)} of {key}"
+            raise DiskStateError(f"{what}, is damaged: {error}; {RESTORE}") from None
         return flat
 
 
 def _remove(file: Path, before: list[Future[Any]]) -> None:
     wait(before)
     file.unlink(missing_ok=True)
-
-
-def _damaged(key: str, block: _Block, why: str) -> str:
-    return f"{block.file}, {_size(block.nbytes)} of {key}, is damaged: {why}; {RESTORE}"
 
 
 def _size(nbytes: int) -> str:

@@ -61,7 +61,7 @@ def test_json_says_the_same(path):
         "given": "auto",
         "resolved": 1.0,
         "became": "resolved",
-        "why": "DeepSpeed's default, 1.0",
+        "why": "the default, 1.0",
     }
     assert "given" not in rows["scheduler.params.warmup_num_steps"]
 

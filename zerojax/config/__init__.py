@@ -4,12 +4,13 @@ Start with `load.load`: it takes a path, a mapping and values for "auto", and re
 `ZeroConfig` with a `Note` on each key, or raises a `ConfigError` with all problems. In reading
 order:
 
-- `keys`: the tables of all keys, which every other file of the room reads.
+- `settings`: every setting, with its key, kind, defaults and meaning; `sections`, `autotuning` and
+  `named` for those that are objects, `row` for kinds of values, `unsupported` for keys without
+  effect, `keys` for all of them, `schema` for editors.
 - `text_file`, `yaml_file`, `json_file`: a file as plain dicts. `accelerate`: YAML to JSON.
 - `load`: the checks of a JSON; `auto`: each "auto"; `together`: contradictions, and fields that
   have no effect next to others; `notes`: the treatment of a key.
-- `frozen`: `ZeroConfig`, also from keywords; `sections`, `profiling`, `named`,
-  `batch`: its parts.
+- `frozen`: `ZeroConfig`, also from keywords, which `keywords` types; `batch`: its batch sizes.
 - `explain`, `resolved`: tables of a config, whether or not it loads, and after it was loaded.
 """
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from zerojax.config.errors import as_text, closest, hint
 from zerojax.config.keys import KEYS, renamed
-from zerojax.config.keys.row import ZERO
-from zerojax.config.keys.training import FIT
 from zerojax.config.named import or_pass
 from zerojax.config.notes import Note
+from zerojax.config.row import ZERO
 from zerojax.config.sections import OFFLOAD
+from zerojax.config.settings import FIT
 
 _SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
 
@@ -99,12 +99,12 @@ def resolve_autos(raw: dict[str, object]) -> AutoResolution:
             continue
         elif key.auto is None:
             remedy = "write the value" if key.default is None else f"write {as_text(key.default)}"
-            fit = f", or let {FIT} choose" * (key.field == "stage")
+            fit = f", or let {FIT} choose" * (path == f"{ZERO}.stage")
             resolved.problems.append(
                 f'{path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(path)}'
             )
         else:
             holds = None if key.treatment in ("left to XLA", "no effect") else key.default
-            resolved.notes.append(Note(path, "auto", "resolved", key.auto, holds))
+            resolved.notes.append(Note(path, "auto", "resolved", key.resolution, holds))
         del section[path.rpartition(".")[2]]
     return resolved

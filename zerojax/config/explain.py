@@ -9,11 +9,11 @@ from zerojax.config.accelerate import SECTIONS
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, devices_of_stage, solve
 from zerojax.config.errors import ConfigError, quote_name
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
-from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.row import REQUIRED
 from zerojax.config.load import ConfigReading, read
 from zerojax.config.named import PARAMS, resolve_type
+from zerojax.config.named_types import NAMED_TYPES
 from zerojax.config.notes import Status
+from zerojax.config.row import REQUIRED
 
 TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
 """The field of `BatchSizes` for each batch-size key."""
@@ -80,9 +80,9 @@ def explain(
       >>> rows, problems = explain({"bf16": {"enabled": True}, "train_batch_size": 64}, devices=8)
       >>> [(row.key, row.resolved, row.became) for row in rows][:3]
       [('bf16.enabled', True, 'honoured'), ('train_batch_size', 64, 'honoured'), \
-('gradient_clipping', 1.0, 'default')]
+('bf16.check_grad_overflow', True, 'default')]
       >>> [(row.key, row.resolved) for row in rows][3:]
-      [('bf16.check_grad_overflow', True), ('train_micro_batch_size_per_gpu', 8), \
+      [('gradient_clipping', 1.0), ('train_micro_batch_size_per_gpu', 8), \
 ('gradient_accumulation_steps', 1)]
     """
     reading = read(config, auto)

@@ -74,9 +74,12 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, object]) -> JsonConf
         value = (read_yaml if source.endswith(ENDINGS) else read_file)(source)
     if not isinstance(value, Mapping):
         wanted = "an object" if source else "the path of a JSON file, a mapping or a ZeroConfig"
-        raise ConfigError(f"expected {wanted}, got {as_text(value)}", source)
+        stage = f"; pass a stage as zerojax.zero(stage={value})" * (type(value) is int)
+        raise ConfigError(f"expected {wanted}, got {as_text(value)}{stage}", source)
     try:
-        return JsonConfig(plain(value), repeated(value))
+        raw = plain(value)
+        raw.pop("$schema", None)  # it is for editors
+        return JsonConfig(raw, repeated(value))
     except ConfigError as error:
         raise ConfigError(error.problems, source) from None
 

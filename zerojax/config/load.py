@@ -11,20 +11,21 @@ from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.frozen import ZeroConfig
 from zerojax.config.json_file import JsonConfig, plain, read_json
-from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
-from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.row import Key
+from zerojax.config.keys import KEYS, NULLABLE, rename, sections
 from zerojax.config.named import (
     NAMED,
     PARAMS,
+    FrozenParams,
     OptimizerConfig,
     SchedulerConfig,
     check_params,
     known_types,
     resolve_type,
 )
+from zerojax.config.named_types import NAMED_TYPES
 from zerojax.config.notes import Note, Status
-from zerojax.config.sections import SWITCHED, read_offload
+from zerojax.config.row import ZERO, Key
+from zerojax.config.settings import BY_FIELD, SECTIONS, XLA, Place
 from zerojax.config.text_file import source_of
 from zerojax.config.together import contradictions, idle
 from zerojax.config.yaml_file import ENDINGS
@@ -175,6 +176,8 @@ class ConfigReading:
         self.problems += problems
         values, problems = check_keys(raw)
         self.problems += problems
+        self._paths = {name: key.path for name, key in BY_FIELD.items()}
+        self._idle: dict[str, str] = {}
         self._set_fields(values)
         self._note_keys(values)
         for section, cls in NAMED.items():
@@ -193,44 +196,45 @@ class ConfigReading:
 
     def _set_fields(self, values: Mapping[str, object]) -> None:
         """Sets all fields but optimizer and scheduler, from the JSON or DeepSpeed's defaults."""
+        wrong = {problem.partition(": ")[0] for problem in self.problems}
         for name, key in BY_FIELD.items():
             self.fields[name] = values.get(key.path, key.default)
-        wrong = {problem.partition(": ")[0] for problem in self.problems}
-        for section, cls in SWITCHED.items():
-            if values.get(f"{section}.enabled"):
-                given = {
-                    name: value
-                    for name in (item.name for item in fields(cls))  # type: ignore[arg-type]
-                    if (value := values.get(f"{section}.{name}")) is not None
-                }
-                try:
-                    self.fields[section] = cls(**given)
-                except ConfigError as error:
-                    self.problems += (f"{section}.{problem}" for problem in error.problems)
-        self._offload = read_offload(values, self.given, wrong)
-        self.fields |= self._offload.fields
-        self.problems += self._offload.problems
+        options = {name: values.get(key.path) for name, key in XLA.items()}
+        self.fields["xla"] = FrozenParams(options)
+        for name, place in SECTIONS.items():
+            if not any(f"{key}.".startswith(f"{place.path}.") for key in wrong):
+                self._set_section(name, place, values)
         for name in idle(self.fields):  # an omitted key without effect keeps the field's default
             if BY_FIELD[name].path not in values:
                 self.fields[name] = getattr(ZeroConfig, name)
         valid = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
         self.problems += contradictions(valid, self._path)
 
+    def _set_section(self, name: str, place: Place, values: Mapping[str, object]) -> None:
+        cls, path = place.cls, place.path
+        names = [item.name for item in fields(cls) if item.name != cls.switch]  # type: ignore[arg-type]
+        given = {n: v for n in names if (v := values.get(f"{path}.{n}")) is not None}
+        try:
+            self._paths[name], on = cls.switched(path, values, self.given)
+            self.fields[name] = config = None if on is None else cls(**on, **given)
+        except ConfigError as error:
+            self.problems += (
+                each if each.startswith(ZERO) else f"{path}.{each}" for each in error.problems
+            )
+            return
+        reasons = config.idle() if config else dict.fromkeys(names, f"{name} is off")
+        self._idle |= {f"{path}.{each}": reason for each, reason in reasons.items()}
+
     def _path(self, field: str) -> str:
         """Returns the key of the JSON that sets a field."""
-        return BY_FIELD[field].path if field in BY_FIELD else self._offload.paths.get(field, field)
+        return self._paths.get(field, field)
 
     def _note_keys(self, values: Mapping[str, object]) -> None:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
-        reasons |= self._offload.idle
+        reasons |= self._idle
         noted = self.given.keys() | resolved | reasons.keys()
         for path, key in KEYS.items():
-            section, _, name = path.rpartition(".")
-            if section in SWITCHED and name != "enabled" and not values.get(f"{section}.enabled"):
-                reasons.setdefault(path, f"{section} is off")
-            if section in self._offload.unjudged:
-                continue
             if path in values and path not in PARAMS:
                 self._judge(key, values[path], reasons.get(path))
             elif key.loud and path not in noted:

@@ -11,8 +11,8 @@ from zerojax.config.errors import (
     quote_name,
     suggestion,
 )
-from zerojax.config.keys.named_types import NAMED_TYPES, REPLACED_TYPES
-from zerojax.config.keys.row import REQUIRED, Param
+from zerojax.config.named_types import NAMED_TYPES, REPLACED_TYPES
+from zerojax.config.row import REQUIRED, Param
 
 
 def or_pass(path: str) -> str:

@@ -7,7 +7,7 @@ from zerojax.config.accelerate.translation import Translation
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import rename
-from zerojax.config.keys.row import ZERO
+from zerojax.config.row import ZERO
 
 _FILE = f"{DEEPSPEED}.deepspeed_config_file"
 _DEFAULT_STAGE = 2  # accelerate.utils.DeepSpeedPlugin

@@ -5,7 +5,7 @@ import math
 from zerojax.config.accelerate.keys import FSDP, PARALLELISM
 from zerojax.config.accelerate.translation import Translation
 from zerojax.config.errors import as_text
-from zerojax.config.keys.row import ZERO
+from zerojax.config.row import ZERO
 
 _STAGE, _GROUP = f"{ZERO}.stage", f"{ZERO}.mics_shard_size"
 _OPTIMIZER, _PARAM = f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device"

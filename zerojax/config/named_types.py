@@ -5,7 +5,7 @@
 
 from dataclasses import replace
 
-from zerojax.config.keys.row import (
+from zerojax.config.row import (
     ABOVE_ZERO,
     AMOUNT,
     BETA,

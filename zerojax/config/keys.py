@@ -1,55 +1,49 @@
 """Every key of the JSON: its kind, DeepSpeed's default, and its treatment by zerojax.
 
-The loader, `explain` and `ZeroConfig` all read this one table. To support a new key, add a row to
-one of the tables of this folder.
+The loader, `explain` and `ZeroConfig` all read this one table. To support a new key, add a field to
+`settings.Settings`.
 """
 
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from zerojax.config.keys.autotuning import AUTOTUNING
-from zerojax.config.keys.others import OTHERS, REPORTS
-from zerojax.config.keys.quantized import QUANTIZED
-from zerojax.config.keys.row import ZERO, Key
-from zerojax.config.keys.training import OFFLOAD, SHARDING, TRAINING
-from zerojax.config.keys.training import OLD_SWITCHES as OLD_SWITCHES
-from zerojax.config.keys.xla import XLA
+from zerojax.config.named import NAMED
+from zerojax.config.row import OBJECT, TEXT, ZERO, Key
+from zerojax.config.sections import OFFLOAD
+from zerojax.config.sections import OLD_SWITCHES as OLD_SWITCHES
+from zerojax.config.settings import BY_FIELD as BY_FIELD
+from zerojax.config.settings import SECTIONS, XLA
+from zerojax.config.unsupported import unsupported
 
-_ROWS = (*TRAINING, *SHARDING, *QUANTIZED, *OFFLOAD, *XLA, *REPORTS, *AUTOTUNING, *OTHERS)
+
+def _rows() -> Iterator[Key]:
+    yield from BY_FIELD.values()
+    for place in SECTIONS.values():
+        yield from place.cls.keys(place.path, place.why)
+    yield from XLA.values()
+    for name in NAMED:
+        yield Key(f"{name}.type", TEXT, None, "for zero.optimizer()", auto=None)
+        yield Key(f"{name}.params", OBJECT, {}, auto=None)
+    yield from unsupported()
+
+
+_ROWS = (*_rows(),)
 
 KEYS: dict[str, Key] = {key.path: key for key in _ROWS}
 """Every key, by its dotted path."""
 
 assert len(KEYS) == len(_ROWS), "a key stands in the tables twice"
 
-NULLABLE = frozenset(f"{ZERO}.{section}" for section in OLD_SWITCHES)
+NULLABLE = frozenset(f"{ZERO}.{section}" for section in OFFLOAD)
 """Sections that may be null, which is equivalent to omitting them."""
 
+_STAGE_3 = f"{ZERO}.stage3_"
 ALIASES = {
     "bfloat16": "bf16",
-    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": (
-        f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
-    ),
-} | {
-    f"{ZERO}.{name}": f"{ZERO}.stage3_{name}"
-    for name in (
-        "prefetch_bucket_size",
-        "param_persistence_threshold",
-        "model_persistence_threshold",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "gather_16bit_weights_on_model_save",
-        "module_granularity_threshold",
-        "use_all_reduce_for_fetch_params",
-        "allgather_sequential",
-        "partition_stream_chunk_size",
-    )
-}
+    f"{_STAGE_3}gather_fp16_weights_on_model_save": f"{_STAGE_3}gather_16bit_weights_on_model_save",
+} | {path.replace("stage3_", ""): path for path in KEYS if path.startswith(_STAGE_3)}
 """Current names by old names, as dotted paths; DeepSpeed accepts keys of stage 3 without prefix."""
-
-BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field}
-"""The key of each field of `ZeroConfig` that one key sets."""
 
 
 @cache

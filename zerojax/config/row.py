@@ -1,7 +1,7 @@
 """Entries of the tables: kinds of values, keys of the JSON, and parameters of named types."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -40,6 +40,11 @@ class ValueKind:
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
         return TypeAdapter(self.annotation)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the type."""
+        return self._adapter.json_schema()
 
     def check(self, value: object) -> Any:
         """Returns the value converted to the type: a list of two numbers to a tuple, 5e8 to an int.
@@ -130,20 +135,13 @@ BETAS = ValueKind(
 )
 DTYPE = choice("fp32", "bf16", "fp16")
 
-# Common pairs of a kind and its default.
-FLAG_OFF = (FLAG, False)
-TEXT_OR_NULL = (optional(TEXT), None)
-
-OFF = "off: not asked for"
-"""The reason why "auto" turns a switch off."""
-
 ZERO = "zero_optimization"
 """The section of the stage and of offload."""
 
 Treatment = Literal["honoured", "left to XLA", "left to launch", "no effect", "off only"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Key:
     """One key of the JSON.
 
@@ -151,89 +149,111 @@ class Key:
       path: The dotted path, such as "zero_optimization.stage".
       kind: The accepted values.
       default: DeepSpeed's value if the JSON omits the key.
+      why: The effect of an honoured key; for other keys, the reason and the remedy.
       treatment: "honoured"; "left to XLA", "left to launch" and "no effect", which accept every
         value of the kind and report `why`; "off only", which refuses every value not in `accepts`,
         with `why`.
-      why: The effect of an honoured key; for other keys, the reason and the remedy.
-      field: The `ZeroConfig` field that an honoured key sets.
       accepts: The values that mean "off".
-      auto: The reason why "auto" resolves to `default`; None refuses "auto".
+      auto: The reason why "auto" resolves to `default`; "" for that of the treatment; None refuses
+        "auto".
       loud: The note for a JSON that omits the key if the default changes numbers; "" for no note.
     """
 
     path: str
     kind: ValueKind
     default: object
-    treatment: Treatment
     why: str = ""
-    field: str | None = None
+    treatment: Treatment = "honoured"
     accepts: tuple[object, ...] = ()
-    auto: str | None = None
+    auto: str | None = ""
     loud: str = ""
 
-
-def honoured(path: str, kind: ValueKind, default: object, why: str = "", **more: Any) -> Key:
-    """Returns a key that zerojax supports; without `auto`, "auto" is DeepSpeed's default."""
-    reason = OFF if default is False else f"DeepSpeed's default, {as_text(default)}"
-    values: dict[str, Any] = {"auto": reason} | more
-    return Key(path=path, kind=kind, default=default, treatment="honoured", why=why, **values)
-
-
-def setting(path: str, kind: ValueKind, default: object, why: str, **more: Any) -> Key:
-    """Returns a key that sets the field of its name; `enabled` sets that of its section's name."""
-    section, _, name = path.rpartition(".")
-    return honoured(path, kind, default, why, field=section if name == "enabled" else name, **more)
+    @property
+    def resolution(self) -> str:
+        """The reason why "auto" resolves to the default."""
+        if self.auto or self.treatment not in ("honoured", "off only"):
+            return self.auto or f"{self.treatment}: {self.why}"
+        if self.treatment == "off only" or self.default is not False:
+            return f"the default, {as_text(self.default)}"
+        return f'off, unless the program asks for it: auto={{"{self.path}": True}}'
 
 
-def left_to_xla(section: str, why: str, names: str) -> Iterator[Key]:
-    """Yields keys, from space-separated names, for settings that XLA chooses itself."""
-    return _accepted(section, "left to XLA", why, dict.fromkeys(names.split(), (ANYTHING, None)))
+def setting(path: str, kind: ValueKind, default: object, why: str, **more: Any) -> Any:
+    """Returns the field of a dataclass that one key of the JSON sets.
+
+    Args:
+      path: The key; its section with a dot behind, or "", if its name is that of the field.
+      kind, default, why: As in `Key`.
+      **more: Other attributes of the key; `keyword`, the default of the field if it is another.
+    """
+    own = more.pop("keyword", default)
+    return field(default=own, metadata={"key": Key(path, kind, default, why, **more)})
 
 
-def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
-    """Yields keys, from (kind, default), that control how processes start."""
-    return _accepted(section, "left to launch", why, keys)
+def keys_of(cls: type, section: str = "") -> dict[str, Key]:
+    """Returns the key of each field of a dataclass that one key of the JSON sets.
+
+    Args:
+      cls: The dataclass, whose fields are made by `setting`.
+      section: The path of the section that it is, with a dot behind.
+    """
+    keys = {item.name: item.metadata["key"] for item in fields(cls) if "key" in item.metadata}
+    named = {name: f"{section}{key.path}" for name, key in keys.items()}
+    return {
+        name: replace(keys[name], path=f"{path}{name}" if path[-1:] in (".", "") else path)
+        for name, path in named.items()
+    }
 
 
-def no_effect(section: str, why: str, names: str = "", **defaults: object) -> Iterator[Key]:
-    """Yields keys that have no effect in zerojax at any value: space-separated names, whose default
-    is null, and names with their defaults."""
-    values = dict.fromkeys(names.split()) | defaults
-    return _accepted(section, "no effect", why, {k: (ANYTHING, x) for k, x in values.items()})
+def check_fields(config: Any) -> tuple[dict[str, object], list[str]]:
+    """Converts the fields of a new frozen dataclass by the kinds of their keys.
+
+    Returns:
+      The valid values by name, and one problem for each other field.
+    """
+    valid: dict[str, object] = {}
+    problems = []
+    for name, key in keys_of(type(config)).items():
+        value = getattr(config, name)
+        try:
+            unset = value is None and key.default is None
+            valid[name] = None if unset else key.kind.check(value)
+        except ConfigError as error:
+            problems.append(f"{name}: {error}")
+        else:
+            object.__setattr__(config, name, valid[name])
+    return valid, problems
 
 
-def _accepted(
-    section: str, treatment: Treatment, why: str, keys: Mapping[str, tuple[ValueKind, object]]
-) -> Iterator[Key]:
-    for name, (kind, default) in keys.items():
-        yield Key(
-            path=f"{section}.{name}" if section else name,
-            kind=kind,
-            default=default,
-            treatment=treatment,
-            why=why,
-            auto=f"{treatment}: {why}",
-        )
+def without_effect(treatment: Treatment, table: Mapping[str, Mapping[str, str]]) -> Iterator[Key]:
+    """Yields keys that zerojax accepts at any value.
+
+    Args:
+      treatment: Of all keys.
+      table: The reasons by space-separated names, by section ("" for the top level).
+    """
+    for section, reasons in table.items():
+        for names, why in reasons.items():
+            for name in names.split():
+                path = f"{section}.{name}" if section else name
+                yield Key(path, ANYTHING, None, why, treatment)
 
 
-def off_only(section: str, why: str, **keys: tuple[Any, ...]) -> Iterator[Key]:
-    """Yields keys that must stay off, from (kind, default, *further values that also mean off)."""
-    for name, (kind, *off) in keys.items():
-        yield Key(
-            path=f"{section}.{name}" if section else name,
-            kind=kind,
-            default=off[0],
-            treatment="off only",
-            why=why,
-            accepts=tuple(off),
-            auto=f"{as_text(off[0])}: not asked for",
-        )
+_OFF_KINDS = {bool: FLAG, int: NON_NEGATIVE, float: NUMBER, str: TEXT, dict: OBJECT}
+"""The kinds of keys that must stay off, by the type of the value that means off."""
 
 
-def off_section(section: str, why: str, names: str = "") -> Iterator[Key]:
-    """Yields keys of a section whose `enabled` must be false, so that the others have no effect."""
-    yield from off_only(section, why, enabled=(FLAG, False))
-    yield from no_effect(section, f"{section} is off", names)
+def off_only(table: Mapping[str, Mapping[str, object]]) -> Iterator[Key]:
+    """Yields keys that must stay off.
+
+    Args:
+      table: The value that means off, or a tuple of such values, by path, by reason.
+    """
+    for why, values in table.items():
+        for path, given in values.items():
+            off = given if isinstance(given, tuple) else (given,)
+            kind = _OFF_KINDS.get(type(off[0]), ANYTHING)
+            yield Key(path, kind, off[0], why, "off only", off)
 
 
 REQUIRED = object()

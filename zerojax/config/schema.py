@@ -1,0 +1,53 @@
+"""The JSON schema of a config, with which editors complete and check keys.
+
+`python -m zerojax.config.schema > configs/schema/config.json` writes it.
+"""
+
+import json
+from typing import Any
+
+from zerojax.config.keys import ALIASES, KEYS, NULLABLE
+from zerojax.config.named import known_types
+from zerojax.config.row import ZERO, Key
+
+
+def schema() -> dict[str, Any]:
+    """Returns the schema: every key that zerojax knows, with its kind, default and treatment.
+
+    Example:
+      >>> schema()["properties"]["gradient_clipping"]["default"]
+      1.0
+    """
+    root = _section("")
+    for path, key in KEYS.items():
+        *outer, name = path.split(".")
+        target = root
+        for depth, section in enumerate(outer, 1):
+            inner = _section(".".join(outer[:depth]))
+            target = target["properties"].setdefault(section, inner)
+        target["properties"][name] = _value(key)
+    for old, new in ALIASES.items():
+        section, _, name = old.rpartition(".")
+        names = (root["properties"][section] if section else root)["properties"]
+        names[name] = {**names[new.rpartition(".")[2]], "deprecated": True}
+    root["properties"]["$schema"] = {"type": "string"}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **root}
+
+
+def _section(path: str) -> dict[str, Any]:
+    # DeepSpeed once wrote the stage as "zero_optimization": true.
+    other = ["null"] if path in NULLABLE else ["boolean"] if path == ZERO else []
+    return {"type": ["object", *other], "properties": {}, "additionalProperties": False}
+
+
+def _value(key: Key) -> dict[str, Any]:
+    section, _, name = key.path.partition(".")
+    if key.treatment != "honoured":
+        return {"description": f"{key.treatment}: {key.why}"}
+    why = f"one of {known_types(section)}" if name == "type" else key.why
+    values = [key.kind.schema, {"const": "auto"}]
+    return {"description": why, "default": key.default, "anyOf": values}
+
+
+if __name__ == "__main__":
+    print(json.dumps(schema(), indent=1))

@@ -51,7 +51,7 @@ def test_notes_do_not_make_configs_differ():
         ({"elasticity": {}}, "elasticity: not supported: JAX has no agent that changes the number"),
         ({"zeropp_loco_param": {}}, "zeropp_loco_param: not supported: no error is fed back"),
         ({"csv_monitor": "logs"}, "csv_monitor: expected MonitorConfig, a mapping"),
-        ({"csv_monitor": {"jobname": "a"}}, "did you mean `job_name`?"),
+        ({"csv_monitor": {"jobname": "a"}}, "did you mean `csv_monitor.job_name`?"),
         ({"zero_optimization": {}}, "pass the complete config as a dict"),
     ],
 )

@@ -90,7 +90,7 @@ def test_what_a_json_cannot_say(zero, says):
         ({"offload_optimizer": "cpu"}, 'offload_optimizer: "cpu" needs stage 1, 2 or 3'),
         (
             {"stage": 3, "offload_param": "disk"},
-            'device: expected one of "cpu", "nvme", got',
+            'device: expected one of "none", "cpu", "nvme"',
         ),
         ({"stage": 3, "offload_param": True}, "offload_param: expected OffloadParam, a mapping"),
     ],

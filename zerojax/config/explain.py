@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, devices_of_stage, solve
+from zerojax.config.check import sections
 from zerojax.config.errors import ConfigError, quote_name
-from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
-from zerojax.config.load import ConfigReading, read
-from zerojax.config.named import PARAMS, resolve_type
-from zerojax.config.named_types import NAMED_TYPES
-from zerojax.config.notes import Status
-from zerojax.config.row import REQUIRED
+from zerojax.config.keys import KEYS, renamed
+from zerojax.config.load import ConfigReading, key_of, read
+from zerojax.config.named import PARAMS
+from zerojax.config.row import REQUIRED, Status
+from zerojax.config.sections import NULLABLE
 
 TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
 """The field of `BatchSizes` for each batch-size key."""
@@ -23,6 +23,7 @@ NOT_GIVEN = object()
 
 Became = Status | Literal["refused", "wrong", "not judged"]
 
+_SECTIONS = sections(KEYS)
 _REFUSED = " is not supported: "
 _EMPTY = "it is empty: the defaults hold"
 _UNKNOWN = "unknown; take it out"
@@ -122,7 +123,7 @@ class _Table:
         self.notes = {note.key: note for note in reading.notes}
         self.wrong: dict[str, str] = {}
         for problem in problems:
-            self.wrong.setdefault(_key_of(problem), problem)
+            self.wrong.setdefault(key_of(problem), problem)
 
     def given(self, path: str, value: object) -> Row:
         """Returns the row of a key that the config has."""
@@ -178,33 +179,19 @@ class _Table:
 
     def known(self) -> Iterator[Row]:
         """Yields a row for every known key, with its default."""
-        for path, key in KEYS.items():
+        for path, key in self.reading.keys.items():
             if path in PARAMS:
-                yield from self._params(path.partition(".")[0])
                 continue
             if key.treatment == "off only":
                 why = f"the only choice: {key.why}"
             else:
                 why = f"{key.treatment}: {key.why}" if key.why else key.treatment
-            yield Row(path, NOT_GIVEN, key.default, "default", why)
-
-    def _params(self, section: str) -> Iterator[Row]:
-        given = self.reading.given.get(f"{section}.type")
-        name = resolve_type(section, given)[0] if isinstance(given, str) else None
-        for key, param in NAMED_TYPES[section][name].items() if name else ():
-            default = None if param.default is REQUIRED else param.default
-            yield Row(f"{section}.params.{key}", NOT_GIVEN, default, "default", f"of {name}")
-
-
-def _key_of(problem: str) -> str:
-    """Returns the key that a problem begins with."""
-    return min(problem.partition(": ")[0], problem.partition(" = ")[0], key=len)
+            default = None if key.default is REQUIRED else key.default
+            yield Row(path, NOT_GIVEN, default, "default", why)
 
 
 def _known(key: str) -> bool:
-    return (
-        key in KEYS or key in sections() or key.startswith(tuple(f"{params}." for params in PARAMS))
-    )
+    return key in KEYS or key in _SECTIONS or key.startswith(PARAMS)
 
 
 def _about(problem: str, key: str) -> str:
@@ -221,7 +208,7 @@ def _leaves(raw: Mapping[str, object], section: str) -> Iterator[tuple[str, obje
     for name, value in raw.items():
         path = f"{section}{quote_name(name)}"
         key = renamed(path)
-        is_section = key in sections() or key in PARAMS
+        is_section = key in _SECTIONS or key in PARAMS
         if isinstance(value, Mapping) and value and is_section:
             yield from _leaves(value, f"{path}.")
         else:

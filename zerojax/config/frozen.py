@@ -5,12 +5,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.check import check_keys, sections
 from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name, suggestion
-from zerojax.config.keys import KEYS, sections
+from zerojax.config.json_file import plain
+from zerojax.config.keys import KEYS
 from zerojax.config.named import NAMED, FrozenParams
-from zerojax.config.notes import Note
-from zerojax.config.row import ZERO, check_fields
-from zerojax.config.sections import OFFLOAD, from_keyword
+from zerojax.config.row import ZERO, Note, check_fields
+from zerojax.config.sections import OFFLOAD, Section
 from zerojax.config.settings import BY_FIELD, SECTIONS, XLA, Settings
 from zerojax.config.together import contradictions, idle
 
@@ -171,6 +172,48 @@ def quiet(config: ZeroConfig) -> ZeroConfig:
     return replace(config, dump_state=False, autotuning=None)
 
 
+def from_keyword(name: str, cls: type[Section], given: object) -> Section | None:
+    """Returns the config of one section from a keyword, or None if the section is off.
+
+    Args:
+      name: The keyword.
+      cls: The class of the section.
+      given: The config, a mapping as in the JSON, None, or, for offload, the name of a device. The
+        device "none" turns offload off, `enabled` false any other section.
+
+    Raises:
+      ConfigError: An unknown name or a wrong value, prefixed by the section.
+
+    Example:
+      >>> from zerojax.config import OffloadParam, WandbConfig
+      >>> from_keyword("offload_param", OffloadParam, "cpu").device
+      'cpu'
+      >>> from_keyword("offload_param", OffloadParam, "none") is None
+      True
+      >>> from_keyword("wandb", WandbConfig, {"team": "llm"})
+      WandbConfig(group=None, team='llm', project='deepspeed')
+      >>> from_keyword("wandb", WandbConfig, {"enabled": False}) is None
+      True
+    """
+    if given is None or isinstance(given, cls):
+        return given
+    is_offload = name in OFFLOAD
+    if is_offload and isinstance(given, str):
+        given = {"device": given}
+    if not isinstance(given, Mapping):
+        wanted = '"cpu", "none" or None' if is_offload else "or None"
+        raise ConfigError(
+            f"{name}: expected {cls.__name__}, a mapping of its fields, {wanted}, got "
+            f"{as_text(given)}"
+        )
+    on: dict[str, object] = {"device": "cpu"} if is_offload else {"enabled": True}
+    keys = {key.path: key for key in cls.keys(name, "")}
+    values, problems = check_keys({name: on | plain(given)}, keys)
+    if problems:
+        raise ConfigError(problems)
+    return cls.read(name, values, {})[1]
+
+
 def _is_of_keyword(note: Note) -> bool:
     """Returns whether a note is on a keyword; such notes are computed anew."""
     name = note.key.partition(".")[0]
@@ -196,7 +239,7 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
     for key in map(KEYS.get, (name, f"{ZERO}.{name}")):
         if key is not None and key.treatment == "off only":
             return f"{name}: not supported: {key.why}"
-    if name in sections()[""]:
+    if name in sections(KEYS)[""]:
         return f"{name}: a key of the JSON, not a keyword; pass the complete config as a dict"
     others = f"some are {', '.join(known[:5])}; help(zerojax.ZeroConfig) has all"
     return f"{quote_name(name)}: unknown keyword; {hint(closest(name, known), others)}"

@@ -5,12 +5,10 @@ The loader, `explain` and `ZeroConfig` all read this one table. To support a new
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
-from zerojax.config.named import NAMED
-from zerojax.config.row import OBJECT, TEXT, ZERO, Key
-from zerojax.config.sections import OFFLOAD
+from zerojax.config.named_types import NAMED_TYPES, type_keys
+from zerojax.config.row import ZERO, Key
 from zerojax.config.sections import OLD_SWITCHES as OLD_SWITCHES
 from zerojax.config.settings import BY_FIELD as BY_FIELD
 from zerojax.config.settings import SECTIONS, XLA
@@ -22,9 +20,8 @@ def _rows() -> Iterator[Key]:
     for place in SECTIONS.values():
         yield from place.cls.keys(place.path, place.why)
     yield from XLA.values()
-    for name in NAMED:
-        yield Key(f"{name}.type", TEXT, None, "for zero.optimizer()", auto=None)
-        yield Key(f"{name}.params", OBJECT, {}, auto=None)
+    for name in NAMED_TYPES:
+        yield from type_keys(name).values()
     yield from unsupported()
 
 
@@ -35,29 +32,12 @@ KEYS: dict[str, Key] = {key.path: key for key in _ROWS}
 
 assert len(KEYS) == len(_ROWS), "a key stands in the tables twice"
 
-NULLABLE = frozenset(f"{ZERO}.{section}" for section in OFFLOAD)
-"""Sections that may be null, which is equivalent to omitting them."""
-
 _STAGE_3 = f"{ZERO}.stage3_"
 ALIASES = {
     "bfloat16": "bf16",
     f"{_STAGE_3}gather_fp16_weights_on_model_save": f"{_STAGE_3}gather_16bit_weights_on_model_save",
 } | {path.replace("stage3_", ""): path for path in KEYS if path.startswith(_STAGE_3)}
 """Current names by old names, as dotted paths; DeepSpeed accepts keys of stage 3 without prefix."""
-
-
-@cache
-def sections() -> dict[str, list[str]]:
-    """Returns the names in each section, nested sections included, by path; "" is the top level."""
-    names_by_section: dict[str, list[str]] = {"": []}
-    for path in KEYS:
-        names = path.split(".")
-        for depth, name in enumerate(names):
-            parent = ".".join(names[:depth])
-            siblings = names_by_section.setdefault(parent, [])
-            if name not in siblings:
-                siblings.append(name)
-    return names_by_section
 
 
 def renamed(path: str) -> str:

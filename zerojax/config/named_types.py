@@ -3,8 +3,11 @@
 `zerojax.optim.named` and `zerojax.optim.schedules` build them.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
+from zerojax.config.errors import as_text, closest
 from zerojax.config.row import (
     ABOVE_ZERO,
     AMOUNT,
@@ -14,57 +17,77 @@ from zerojax.config.row import (
     INTEGER,
     NON_NEGATIVE,
     NUMBER,
+    OBJECT,
     POSITIVE,
     REQUIRED,
-    Param,
+    TEXT,
+    Key,
+    Treatment,
+    ValueKind,
     choice,
     optional,
 )
 
-_LR = Param(AMOUNT, 1e-3, loud=True)
-_EPS = Param(AMOUNT, 1e-8)
-_BETAS = Param(BETAS, (0.9, 0.999))
-_NO_AMSGRAD = Param(FLAG, False, (False,), "AMSGrad is not supported; leave it out")
-_ANY_FLAG = Param(FLAG, False)
+
+def _param(
+    kind: ValueKind,
+    default: object,
+    off: str = "",
+    *,
+    why: str = "",
+    auto: str = "",
+    loud: str = "",
+) -> Key:
+    """Returns a parameter; `off` is why only its default is supported."""
+    treatment: Treatment = "off only" if off else "honoured"
+    return Key("", kind, default, off or why, treatment, (default,), auto, loud)
+
+
+_LOUD = "DeepSpeed's"
+_LR = _param(AMOUNT, 1e-3, loud=_LOUD)
+_EPS = _param(AMOUNT, 1e-8)
+_BETAS = _param(BETAS, (0.9, 0.999))
+_NO_AMSGRAD = _param(FLAG, False, "AMSGrad is not supported")
+_ANY_FLAG = _param(FLAG, False)
 _DECAY = {
-    "weight_decay": Param(AMOUNT, 0.0),
+    "weight_decay": _param(AMOUNT, 0.0),
     # zerojax's own key: DeepSpeed decays every parameter.
-    "weight_decay_mask": Param(choice("all", "no_bias_and_norm"), "all"),
+    "weight_decay_mask": _param(choice("all", "no_bias_and_norm"), "all"),
 }
 
-_ADAMW: dict[str, Param] = {
+_ADAMW: dict[str, Key] = {
     "lr": _LR,
     "betas": _BETAS,
     "eps": _EPS,
     **_DECAY,
-    "bias_correction": Param(FLAG, True),
+    "bias_correction": _param(FLAG, True),
     "amsgrad": _NO_AMSGRAD,
     # These flags choose between implementations of one formula.
     "torch_adam": _ANY_FLAG,
     "fused": _ANY_FLAG,
-    "set_grad_none": Param(FLAG, True),
-    "fp32_optimizer_states": Param(FLAG, True, (True,), "moments stay in fp32; leave it out"),
+    "set_grad_none": _param(FLAG, True),
+    "fp32_optimizer_states": _param(FLAG, True, "moments stay in fp32"),
 }
-_ADAM = {**_ADAMW, "adam_w_mode": Param(FLAG, True)}
+_ADAM = {**_ADAMW, "adam_w_mode": _param(FLAG, True)}
 # AdamW decouples the weight decay by definition, regardless of the mode.
-_ADAMW["adam_w_mode"] = Param(FLAG, True, (True,), 'for L2 regularisation use type "Adam"')
+_ADAMW["adam_w_mode"] = _param(FLAG, True, 'for L2 regularisation use type "Adam"')
 
-OPTIMIZERS: dict[str, dict[str, Param]] = {
+OPTIMIZERS: dict[str, dict[str, Key]] = {
     "Adam": _ADAM,
     "AdamW": _ADAMW,
     "FusedAdam": _ADAM,
     "CPUAdam": _ADAM,
-    "Lion": {"lr": _LR, "betas": Param(BETAS, (0.9, 0.99)), **_DECAY},
+    "Lion": {"lr": _LR, "betas": _param(BETAS, (0.9, 0.99)), **_DECAY},
     "SGD": {
         "lr": _LR,
-        "momentum": Param(BETA, 0.0),
-        "nesterov": Param(FLAG, False),
+        "momentum": _param(BETA, 0.0),
+        "nesterov": _param(FLAG, False),
         **_DECAY,
-        "dampening": Param(AMOUNT, 0.0, (0.0,), "dampening is not supported; leave it out"),
+        "dampening": _param(AMOUNT, 0.0, "dampening is not supported"),
     },
     "Adagrad": {
-        "lr": Param(AMOUNT, 1e-2, loud=True),
-        "eps": Param(AMOUNT, 1e-10),
+        "lr": _param(AMOUNT, 1e-2, loud=_LOUD),
+        "eps": _param(AMOUNT, 1e-10),
         **_DECAY,
         "amsgrad": _NO_AMSGRAD,
     },
@@ -73,29 +96,24 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
         "betas": _BETAS,
         "eps": _EPS,
         **_DECAY,
-        "bias_correction": Param(FLAG, True),
-        "max_coeff": Param(ABOVE_ZERO, 10.0),
-        "min_coeff": Param(AMOUNT, 0.01),
-        "eps_inside_sqrt": Param(FLAG, False),
+        "bias_correction": _param(FLAG, True),
+        "max_coeff": _param(ABOVE_ZERO, 10.0),
+        "min_coeff": _param(AMOUNT, 0.01),
+        "eps_inside_sqrt": _param(FLAG, False),
         "amsgrad": _NO_AMSGRAD,
     },
     "Muon": {
         # If lr is omitted: this rate for the matrices, 3e-4 for the parameters that Adam updates.
-        "lr": Param(AMOUNT, 2e-2, loud=True),
-        "muon_lr": Param(optional(AMOUNT), None),
-        "adam_lr": Param(optional(AMOUNT), None),
-        "momentum": Param(BETA, 0.95),
-        "betas": Param(BETAS, (0.9, 0.95)),
-        "eps": Param(AMOUNT, 1e-10),
+        "lr": _param(AMOUNT, 2e-2, loud=_LOUD),
+        "muon_lr": _param(optional(AMOUNT), None),
+        "adam_lr": _param(optional(AMOUNT), None),
+        "momentum": _param(BETA, 0.95),
+        "betas": _param(BETAS, (0.9, 0.95)),
+        "eps": _param(AMOUNT, 1e-10),
         **_DECAY,
         # Two ways to compute one formula.
-        "ns_method": Param(choice("gram", "standard"), "gram"),
-        "per_head_muon": Param(
-            FLAG,
-            False,
-            (False,),
-            "orthogonalising each head by itself is not there yet; leave it out",
-        ),
+        "ns_method": _param(choice("gram", "standard"), "gram"),
+        "per_head_muon": _param(FLAG, False, "heads are not orthogonalised by themselves yet"),
     },
 }
 
@@ -103,61 +121,138 @@ REPLACED_TYPES = {"OneBitAdam": "AdamW", "OneBitLamb": "Lamb", "ZeroOneAdam": "A
 """DeepSpeed's optimizers that send momenta in 1 bit, which zerojax does not support, with the
 optimizer to use instead."""
 
-_LAST = Param(INTEGER, -1, (-1,), "the step counter in the state says where a run resumes")
+_LAST = _param(INTEGER, -1, "the step counter in the state says where a run resumes")
 _WARMUP = {
-    "warmup_num_steps": Param(POSITIVE, 1000, loud=True),
-    "warmup_type": Param(choice("log", "linear"), "log", loud=True),
+    "warmup_num_steps": _param(POSITIVE, 1000, loud=_LOUD),
+    "warmup_type": _param(choice("log", "linear"), "log", loud=_LOUD),
     "last_batch_iteration": _LAST,
 }
-_TOTAL = Param(
+_TOTAL = _param(
     POSITIVE, REQUIRED, why="only the training loop knows how long it runs; write the number"
 )
-_MAX_LR = Param(optional(AMOUNT), None, auto="the optimizer's learning rate")
-_CYCLE_LR = Param(AMOUNT, REQUIRED, why="DeepSpeed has no default for it; write the number")
+_MAX_LR = _param(optional(AMOUNT), None, auto="the optimizer's learning rate")
+_CYCLE_LR = _param(AMOUNT, REQUIRED, why="DeepSpeed has no default for it; write the number")
 
-SCHEDULERS: dict[str, dict[str, Param]] = {
+SCHEDULERS: dict[str, dict[str, Key]] = {
     "WarmupLR": {
-        "warmup_min_lr": Param(AMOUNT, 0.0),
+        "warmup_min_lr": _param(AMOUNT, 0.0),
         "warmup_max_lr": _MAX_LR,
         **_WARMUP,
     },
     "WarmupDecayLR": {
         "total_num_steps": _TOTAL,
-        "warmup_min_lr": Param(AMOUNT, 0.0),
-        "warmup_max_lr": replace(_MAX_LR, default=1e-3, loud=True),
+        "warmup_min_lr": _param(AMOUNT, 0.0),
+        "warmup_max_lr": replace(_MAX_LR, default=1e-3, loud=_LOUD),
         **_WARMUP,
     },
     "WarmupCosineLR": {
         "total_num_steps": _TOTAL,
-        "warmup_min_ratio": Param(AMOUNT, 0.0),
+        "warmup_min_ratio": _param(AMOUNT, 0.0),
         "warmup_num_steps": _WARMUP["warmup_num_steps"],
-        "cos_min_ratio": Param(AMOUNT, 1e-4, loud=True),
+        "cos_min_ratio": _param(AMOUNT, 1e-4, loud=_LOUD),
         **_WARMUP,
     },
     "OneCycle": {
         "cycle_min_lr": _CYCLE_LR,
         "cycle_max_lr": _CYCLE_LR,
-        "decay_lr_rate": Param(AMOUNT, 0.0),
-        "cycle_first_step_size": Param(POSITIVE, 2000, loud=True),
-        "cycle_second_step_size": Param(optional(POSITIVE), None),
+        "decay_lr_rate": _param(AMOUNT, 0.0),
+        "cycle_first_step_size": _param(POSITIVE, 2000, loud=_LOUD),
+        "cycle_second_step_size": _param(optional(POSITIVE), None),
         # DeepSpeed stores the stair counts but never uses them, so zerojax ignores them too.
-        "cycle_first_stair_count": Param(optional(NON_NEGATIVE), 0),
-        "cycle_second_stair_count": Param(optional(NON_NEGATIVE), None),
-        "decay_step_size": Param(NON_NEGATIVE, 0),
-        "cycle_momentum": Param(FLAG, True, loud=True),
-        "cycle_min_mom": Param(BETA, 0.8),
-        "cycle_max_mom": Param(BETA, 0.9),
-        "decay_mom_rate": Param(NUMBER, 0.0),
+        "cycle_first_stair_count": _param(optional(NON_NEGATIVE), 0),
+        "cycle_second_stair_count": _param(optional(NON_NEGATIVE), None),
+        "decay_step_size": _param(NON_NEGATIVE, 0),
+        "cycle_momentum": _param(FLAG, True, loud=_LOUD),
+        "cycle_min_mom": _param(BETA, 0.8),
+        "cycle_max_mom": _param(BETA, 0.9),
+        "decay_mom_rate": _param(NUMBER, 0.0),
         "last_batch_iteration": _LAST,
     },
     "LRRangeTest": {
-        "lr_range_test_min_lr": Param(AMOUNT, 1e-3, loud=True),
-        "lr_range_test_step_size": Param(POSITIVE, 2000, loud=True),
-        "lr_range_test_step_rate": Param(NUMBER, 1.0, loud=True),
-        "lr_range_test_staircase": Param(FLAG, False),
+        "lr_range_test_min_lr": _param(AMOUNT, 1e-3, loud=_LOUD),
+        "lr_range_test_step_size": _param(POSITIVE, 2000, loud=_LOUD),
+        "lr_range_test_step_rate": _param(NUMBER, 1.0, loud=_LOUD),
+        "lr_range_test_staircase": _param(FLAG, False),
         "last_batch_iteration": _LAST,
     },
 }
 
 NAMED_TYPES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 """The parameters of each type, by section and type."""
+
+
+def params_of(section: str, name: str) -> dict[str, Key]:
+    """Returns the keys of the parameters of a type, by dotted path."""
+    keys: dict[str, Key] = {}
+    for param, key in NAMED_TYPES[section][name].items():
+        path, why, loud = f"{section}.params.{param}", key.why or f"of {name}", key.loud
+        loud = f"{loud} for {name}" if loud else ""
+        keys[path] = replace(key, path=path, why=why, loud=loud)
+    return keys
+
+
+def known_types(section: str) -> str:
+    """Returns the supported types of a section, for a message."""
+    return ", ".join(NAMED_TYPES[section])
+
+
+def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
+    """Returns the type in the table's spelling, matched case-insensitively, and its problems."""
+    types = NAMED_TYPES[section]
+    replaced = {old.lower(): new for old, new in REPLACED_TYPES.items()}
+    if section == "optimizer" and (new := replaced.get(given.lower())):
+        return None, [
+            f"optimizer.type = {as_text(given)} is not supported: zerojax does not compress "
+            f'momenta; write "{new}", and zero_quantized_gradients for less traffic'
+        ]
+    name = {known.lower(): known for known in types}.get(given.lower())
+    if name is None:
+        guess = closest(given, types)
+        likely = f"did you mean {as_text(guess)}?" if guess else f"known: {known_types(section)}"
+        return None, [f"{section}.type: unknown {section} {as_text(given)}; {likely}"]
+    return name, []
+
+
+class Types(NamedTuple):
+    """The optimizer and the schedule that a JSON names.
+
+    Attributes:
+      names: The types that are known, by section.
+      keys: The known keys, those of the parameters of these types included, by dotted path.
+      problems: One sentence for each type that is not known.
+    """
+
+    names: dict[str, str]
+    keys: dict[str, Key]
+    problems: list[str]
+
+
+def types_in(raw: Mapping[str, object], keys: Mapping[str, Key]) -> Types:
+    """Returns the types in a config.
+
+    Args:
+      raw: The config, in plain dicts.
+      keys: The known keys but parameters, by dotted path.
+    """
+    types = Types({}, {**keys}, [])
+    for section in NAMED_TYPES:
+        given = raw.get(section)
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        if isinstance(kind, str) and kind != "auto":
+            name, problems = resolve_type(section, kind)
+            types.problems.extend(problems)
+            if name:
+                types.names[section] = name
+                del types.keys[f"{section}.params"]
+                types.keys.update(params_of(section, name))
+    return types
+
+
+def type_keys(section: str) -> dict[str, Key]:
+    """Returns the keys of a section, its parameters as a whole."""
+    kind = ValueKind(f"one of {known_types(section)}", TEXT.annotation)
+    keys = (
+        Key(f"{section}.type", kind, REQUIRED, "for zero.optimizer()", auto=None),
+        Key(f"{section}.params", OBJECT, {}, "of no known type", auto=None),
+    )
+    return {key.path: key for key in keys}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
 
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import as_text
@@ -60,7 +59,7 @@ def changed_fields(config: ZeroConfig) -> list[tuple[str, str]]:
       >>> changed_fields(ZeroConfig(stage=3, bf16=True, train_batch_size=16))
       [('bf16', 'true'), ('train_batch_size', '16')]
     """
-    changed: dict[str, Any] = {
+    changed: dict[str, object] = {
         each.name: getattr(config, each.name)
         for each in fields(config)
         if getattr(config, each.name) != each.default

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,7 @@ class ValueKind:
     Attributes:
       says: The text after "expected" in an error.
       annotation: The type for pydantic.
+      nullable: Whether null is accepted.
 
     Example:
       >>> SIZE.check(5e8)
@@ -36,6 +37,7 @@ class ValueKind:
 
     says: str
     annotation: Any
+    nullable: bool = False
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
@@ -74,7 +76,7 @@ def _as_tuple(value: object) -> object:
 
 def optional(kind: ValueKind) -> ValueKind:
     """Returns a kind that also accepts null."""
-    return ValueKind(f"{kind.says} or null", kind.annotation | None)
+    return ValueKind(f"{kind.says} or null", kind.annotation | None, nullable=True)
 
 
 def choice(*names: str) -> ValueKind:
@@ -138,6 +140,9 @@ DTYPE = choice("fp32", "bf16", "fp16")
 ZERO = "zero_optimization"
 """The section of the stage and of offload."""
 
+REQUIRED = object()
+"""A marker in place of a default, for keys without one."""
+
 Treatment = Literal["honoured", "left to XLA", "left to launch", "no effect", "off only"]
 
 
@@ -148,14 +153,14 @@ class Key:
     Attributes:
       path: The dotted path, such as "zero_optimization.stage".
       kind: The accepted values.
-      default: DeepSpeed's value if the JSON omits the key.
+      default: DeepSpeed's value if the JSON omits the key; `REQUIRED` if its section needs it.
       why: The effect of an honoured key; for other keys, the reason and the remedy.
       treatment: "honoured"; "left to XLA", "left to launch" and "no effect", which accept every
         value of the kind and report `why`; "off only", which refuses every value not in `accepts`,
         with `why`.
       accepts: The values that mean "off".
-      auto: The reason why "auto" resolves to `default`; "" for that of the treatment; None refuses
-        "auto".
+      auto: The reason why "auto" resolves to `default`, or to null if the kind accepts it; "" for
+        the default, with the reason of the treatment; None refuses "auto".
       loud: The note for a JSON that omits the key if the default changes numbers; "" for no note.
     """
 
@@ -167,6 +172,23 @@ class Key:
     accepts: tuple[object, ...] = ()
     auto: str | None = ""
     loud: str = ""
+
+    def check(self, value: object) -> Any:
+        """Returns a value, converted by the kind.
+
+        Raises:
+          ConfigError: The value is of another kind, or must be off.
+        """
+        try:
+            checked = self.kind.check(value)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        if self.treatment == "off only" and checked not in self.accepts:
+            raise ConfigError(
+                f"{self.path} = {as_text(checked)} is not supported: {self.why}; leave it out or "
+                f"at {as_text(self.accepts[0])}"
+            )
+        return checked
 
     @property
     def resolution(self) -> str:
@@ -256,27 +278,26 @@ def off_only(table: Mapping[str, Mapping[str, object]]) -> Iterator[Key]:
             yield Key(path, kind, off[0], why, "off only", off)
 
 
-REQUIRED = object()
-"""A marker in place of a default, for parameters without one."""
+Status = Literal["honoured", "left to XLA", "left to launch", "default", "resolved", "no effect"]
 
 
-@dataclass(frozen=True)
-class Param:
-    """One parameter of an optimizer or a schedule.
+class Note(NamedTuple):
+    """The treatment of one key of a config.
 
     Attributes:
-      kind: The accepted values.
-      default: DeepSpeed's value, or `REQUIRED`.
-      only: The supported values, if some values of the kind are not supported.
-      why: The reason why other values are not supported, with the remedy; for `REQUIRED`, the
-        reason why "auto" cannot be resolved.
-      loud: Whether a note reports the default if a JSON omits the parameter.
-      auto: The meaning of null, if "auto" means null; if "", "auto" is the default.
+      key: The dotted path in the JSON; the path in the YAML of a key of Accelerate's YAML, or the
+        keyword of a setting without effect that a keyword sets.
+      value: The value in the config, or the default of an omitted key.
+      status: "honoured"; "left to XLA"; "left to launch"; "no effect"; "default" for an omitted key
+        whose default changes numbers; "resolved" for an "auto".
+      reason: The reason, as text for the user.
+      holds: The effective value; None if the key has none.
+      sets: The keys of the JSON that `key` stands for, if `key` is from another format.
     """
 
-    kind: ValueKind
-    default: object
-    only: tuple[object, ...] = ()
-    why: str = ""
-    loud: bool = False
-    auto: str = ""
+    key: str
+    value: object
+    status: Status
+    reason: str
+    holds: object = None
+    sets: tuple[str, ...] = ()

@@ -6,9 +6,9 @@
 import json
 from typing import Any
 
-from zerojax.config.keys import ALIASES, KEYS, NULLABLE
-from zerojax.config.named import known_types
-from zerojax.config.row import ZERO, Key
+from zerojax.config.keys import ALIASES, KEYS
+from zerojax.config.row import REQUIRED, ZERO, Key
+from zerojax.config.sections import NULLABLE
 
 
 def schema() -> dict[str, Any]:
@@ -41,12 +41,11 @@ def _section(path: str) -> dict[str, Any]:
 
 
 def _value(key: Key) -> dict[str, Any]:
-    section, _, name = key.path.partition(".")
     if key.treatment != "honoured":
         return {"description": f"{key.treatment}: {key.why}"}
-    why = f"one of {known_types(section)}" if name == "type" else key.why
-    values = [key.kind.schema, {"const": "auto"}]
-    return {"description": why, "default": key.default, "anyOf": values}
+    default = {} if key.default is REQUIRED else {"default": key.default}
+    text = key.kind.says if key.default is REQUIRED else key.why
+    return {"description": text, **default, "anyOf": [key.kind.schema, {"const": "auto"}]}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from zerojax.config.errors import ConfigError, as_text, quote_name, suggestion
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.row import (
     BUFFERS,
     FLAG,
@@ -59,15 +59,8 @@ class Section:
         yield from keys_of(cls, f"{path}.").values()
 
     @classmethod
-    def switched(
-        cls, path: str, values: Mapping[str, object], given: Mapping[str, object]
-    ) -> Switch:
+    def switched(cls, path: str, values: _Values, given: _Values) -> Switch:
         """Returns whether a JSON turns the section on.
-
-        Args:
-          path: The section.
-          values: The valid values of the JSON, by dotted key.
-          given: The original values, "auto" included.
 
         Raises:
           ConfigError: Two keys of the JSON contradict each other.
@@ -76,13 +69,28 @@ class Section:
         return Switch(key, {} if values.get(key) else None)
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> tuple[dict[str, object], bool]:
-        """Returns the fields in a keyword's mapping, and whether it turns the section on."""
-        values = {name: value for name, value in given.items() if name != "enabled"}
+    def read(cls, path: str, values: _Values, given: _Values) -> tuple[str, Self | None]:
+        """Reads the section from a JSON.
+
+        Args:
+          path: The section.
+          values: The valid values of the JSON, by dotted key.
+          given: The original values, "auto" included.
+
+        Returns:
+          The key that turns the section on or off, and the config, or None if it is off.
+
+        Raises:
+          ConfigError: A contradiction.
+        """
+        key, on = cls.switched(path, values, given)
+        if on is None:
+            return key, None
+        names = {name: values.get(each.path) for name, each in keys_of(cls, f"{path}.").items()}
         try:
-            return values, FLAG.check(given.get("enabled", True))
+            return key, cls(**{k: v for k, v in names.items() if v is not None} | on)
         except ConfigError as error:
-            raise ConfigError(f"enabled: {error}") from None
+            raise ConfigError(f"{path}.{problem}" for problem in error.problems) from None
 
 
 class Place(NamedTuple):
@@ -190,12 +198,6 @@ class _Offload(Section):
                 key, device = old, implied
         return Switch(key, None if device in (None, "none") else {"device": device})
 
-    @classmethod
-    def of(cls, given: Mapping[str, object]) -> tuple[dict[str, object], bool]:
-        """Returns the fields in a keyword's mapping, and whether it turns the section on."""
-        off = given.get("device", "cpu") in ("none", None)
-        return {**given, "device": "cpu"} if off else {**given}, not off
-
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptimizer(_Offload):
@@ -256,53 +258,5 @@ OFFLOAD: dict[str, type[OffloadOptimizer] | type[OffloadParam]] = {
 }
 """The class of each offload section."""
 
-
-def from_keyword(section: str, cls: type[Section], given: object) -> Section | None:
-    """Returns the config of one section from a keyword, or None if the section is off.
-
-    Args:
-      section: The keyword.
-      cls: The class of the section.
-      given: The config, a mapping of its fields, None, or, for offload, the name of a device.
-        The device "none" turns offload off; `enabled` false in the mapping turns off any other
-        section.
-
-    Raises:
-      ConfigError: An unknown name or a wrong value, prefixed by the section.
-
-    Example:
-      >>> from_keyword("offload_param", OffloadParam, "cpu").device
-      'cpu'
-      >>> from_keyword("offload_param", OffloadParam, "none") is None
-      True
-      >>> from_keyword("wandb", WandbConfig, {"team": "llm"})
-      WandbConfig(group=None, team='llm', project='deepspeed')
-      >>> from_keyword("wandb", WandbConfig, {"enabled": False}) is None
-      True
-    """
-    if given is None or isinstance(given, cls):
-        return given
-    is_offload = section in OFFLOAD
-    if is_offload and isinstance(given, str):
-        given = {"device": given}
-    if not isinstance(given, Mapping):
-        wanted = '"cpu", "none" or None' if is_offload else "or None"
-        raise ConfigError(
-            f"{section}: expected {cls.__name__}, a mapping of its fields, {wanted}, got "
-            f"{as_text(given)}"
-        )
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    problems = [
-        f"{quote_name(name)}: unknown key; {suggestion(name, known)}"
-        for name in map(str, given)
-        if name not in (*known, cls.switch)
-    ]
-    config, is_on = None, False
-    try:
-        values, is_on = cls.of(given)
-        config = cls(**{name: value for name, value in values.items() if name in known})
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(f"{section}.{problem}" for problem in problems)
-    return config if is_on else None
+NULLABLE = frozenset(f"{ZERO}.{section}" for section in OFFLOAD)
+"""Sections that may be null, which is equivalent to omitting them."""

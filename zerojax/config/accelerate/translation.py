@@ -9,8 +9,8 @@ from zerojax.config.accelerate.check import Leaf
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.keys import KEYS as JSON_KEYS
-from zerojax.config.keys import NULLABLE
-from zerojax.config.notes import Note, Status
+from zerojax.config.row import Note, Status
+from zerojax.config.sections import NULLABLE
 
 _PROGRAM_KEYS = (*BATCH_SIZES, "gradient_clipping")
 """Keys for values that an Accelerate program sets in code: in its data loaders, in `Accelerator`,

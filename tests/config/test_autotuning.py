@@ -34,6 +34,7 @@ AUTOTUNING = {
     "tuner_num_trials": 50,
     "arg_mappings": {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"},
 }
+BOUNDS = {"enabled", "metric", "max_train_batch_size", "num_tuning_micro_batch_sizes", "mp_size"}
 ACTIVATION_CHECKPOINTING = {
     "partition_activations": True,
     "cpu_checkpointing": True,
@@ -47,19 +48,14 @@ ACTIVATION_CHECKPOINTING = {
 @pytest.mark.parametrize(
     ("section", "given", "honoured"),
     [
-        (
-            "autotuning",
-            AUTOTUNING,
-            {"enabled", "metric", "max_train_batch_size", "num_tuning_micro_batch_sizes",
-             "mp_size"},
-        ),
+        ("autotuning", AUTOTUNING, BOUNDS),
         (
             "activation_checkpointing",
             ACTIVATION_CHECKPOINTING,
             {"partition_activations", "cpu_checkpointing"},
         ),
     ],
-)  # fmt: skip
+)
 def test_sections_as_tutorials_have_them(section, given, honoured):
     notes = {note.key: note for note in load({section: given}).notes}
     became = {name: notes[f"{section}.{name}"] for name in given}

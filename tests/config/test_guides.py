@@ -8,7 +8,7 @@ import pytest
 
 from zerojax.config import ConfigError, MonitorConfig, OffloadOptimizer, load
 from zerojax.config.explain import explain
-from zerojax.config.schema import schema
+from zerojax.config.schema import schema, table
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -91,6 +91,8 @@ def test_offload_is_where_the_guide_puts_it(name):
 
 
 def test_a_config_may_name_its_schema():
+    page = (CONFIGS.parent / "docs/configuration.md").read_text()
+    assert table() in page, "python -m zerojax.config.schema table"
     held = json.loads((CONFIGS / "schema/config.json").read_text())
     assert held == schema(), "python -m zerojax.config.schema > configs/schema/config.json"
     zero = held["properties"]["zero_optimization"]["properties"]

@@ -12,7 +12,7 @@ from zerojax.config.keys import KEYS
 from zerojax.config.named import NAMED, FrozenParams
 from zerojax.config.row import ZERO, Note, check_fields
 from zerojax.config.sections import OFFLOAD, Section
-from zerojax.config.settings import BY_FIELD, SECTIONS, XLA, Settings
+from zerojax.config.settings import BY_FIELD, DESCRIPTIONS, SECTIONS, XLA, Settings
 from zerojax.config.together import contradictions, idle
 
 
@@ -20,9 +20,9 @@ from zerojax.config.together import contradictions, idle
 class ZeroConfig(Settings):
     """The settings of a run; every feature is off by default.
 
-    The fields are those of :class:`zerojax.config.settings.Settings`. `notes` has one note for each
-    key of the JSON, each default that changes numbers, and each keyword without effect; equality
-    and hash ignore it.
+    docs/configuration.md has a table of the fields, which are those of
+    :class:`zerojax.config.settings.Settings`. `notes` has one note for each key of the JSON, each
+    default that changes numbers, and each keyword without effect; equality and hash ignore it.
 
     Raises:
       ConfigError: A wrong value or a contradiction, with the remedy.
@@ -31,6 +31,8 @@ class ZeroConfig(Settings):
       >>> ZeroConfig(stage=3, gradient_accumulation_steps=4).batch(world=8)
       BatchSizes(train=None, micro=None, accumulation=4)
     """
+
+    __doc__ = f"{__doc__}\n    Attributes:\n{DESCRIPTIONS}"
 
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 

@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from zerojax.config.errors import as_text, closest
@@ -22,32 +23,19 @@ from zerojax.config.row import (
     REQUIRED,
     TEXT,
     Key,
-    Treatment,
     ValueKind,
     choice,
     optional,
 )
 
+_param = partial(Key, "")
+"""A parameter, whose path is that of its type's section."""
 
-def _param(
-    kind: ValueKind,
-    default: object,
-    off: str = "",
-    *,
-    why: str = "",
-    auto: str = "",
-    loud: str = "",
-) -> Key:
-    """Returns a parameter; `off` is why only its default is supported."""
-    treatment: Treatment = "off only" if off else "honoured"
-    return Key("", kind, default, off or why, treatment, (default,), auto, loud)
-
-
-_LOUD = "DeepSpeed's"
+_LOUD = "DeepSpeed's default"
 _LR = _param(AMOUNT, 1e-3, loud=_LOUD)
 _EPS = _param(AMOUNT, 1e-8)
 _BETAS = _param(BETAS, (0.9, 0.999))
-_NO_AMSGRAD = _param(FLAG, False, "AMSGrad is not supported")
+_NO_AMSGRAD = _param(FLAG, False, "AMSGrad is not supported", "off only")
 _ANY_FLAG = _param(FLAG, False)
 _DECAY = {
     "weight_decay": _param(AMOUNT, 0.0),
@@ -66,11 +54,11 @@ _ADAMW: dict[str, Key] = {
     "torch_adam": _ANY_FLAG,
     "fused": _ANY_FLAG,
     "set_grad_none": _param(FLAG, True),
-    "fp32_optimizer_states": _param(FLAG, True, "moments stay in fp32"),
+    "fp32_optimizer_states": _param(FLAG, True, "moments stay in fp32", "off only"),
 }
 _ADAM = {**_ADAMW, "adam_w_mode": _param(FLAG, True)}
 # AdamW decouples the weight decay by definition, regardless of the mode.
-_ADAMW["adam_w_mode"] = _param(FLAG, True, 'for L2 regularisation use type "Adam"')
+_ADAMW["adam_w_mode"] = _param(FLAG, True, 'for L2 regularisation use type "Adam"', "off only")
 
 OPTIMIZERS: dict[str, dict[str, Key]] = {
     "Adam": _ADAM,
@@ -83,7 +71,7 @@ OPTIMIZERS: dict[str, dict[str, Key]] = {
         "momentum": _param(BETA, 0.0),
         "nesterov": _param(FLAG, False),
         **_DECAY,
-        "dampening": _param(AMOUNT, 0.0, "dampening is not supported"),
+        "dampening": _param(AMOUNT, 0.0, "dampening is not supported", "off only"),
     },
     "Adagrad": {
         "lr": _param(AMOUNT, 1e-2, loud=_LOUD),
@@ -113,7 +101,7 @@ OPTIMIZERS: dict[str, dict[str, Key]] = {
         **_DECAY,
         # Two ways to compute one formula.
         "ns_method": _param(choice("gram", "standard"), "gram"),
-        "per_head_muon": _param(FLAG, False, "heads are not orthogonalised by themselves yet"),
+        "per_head_muon": _param(FLAG, False, "no head by itself yet", "off only"),
     },
 }
 
@@ -121,17 +109,17 @@ REPLACED_TYPES = {"OneBitAdam": "AdamW", "OneBitLamb": "Lamb", "ZeroOneAdam": "A
 """DeepSpeed's optimizers that send momenta in 1 bit, which zerojax does not support, with the
 optimizer to use instead."""
 
-_LAST = _param(INTEGER, -1, "the step counter in the state says where a run resumes")
+_LAST = _param(INTEGER, -1, "the step counter in the state says where a run resumes", "off only")
 _WARMUP = {
     "warmup_num_steps": _param(POSITIVE, 1000, loud=_LOUD),
     "warmup_type": _param(choice("log", "linear"), "log", loud=_LOUD),
     "last_batch_iteration": _LAST,
 }
 _TOTAL = _param(
-    POSITIVE, REQUIRED, why="only the training loop knows how long it runs; write the number"
+    POSITIVE, REQUIRED, "only the training loop knows how long it runs; write the number"
 )
 _MAX_LR = _param(optional(AMOUNT), None, auto="the optimizer's learning rate")
-_CYCLE_LR = _param(AMOUNT, REQUIRED, why="DeepSpeed has no default for it; write the number")
+_CYCLE_LR = _param(AMOUNT, REQUIRED, "DeepSpeed has no default for it; write the number")
 
 SCHEDULERS: dict[str, dict[str, Key]] = {
     "WarmupLR": {
@@ -179,16 +167,6 @@ SCHEDULERS: dict[str, dict[str, Key]] = {
 
 NAMED_TYPES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 """The parameters of each type, by section and type."""
-
-
-def params_of(section: str, name: str) -> dict[str, Key]:
-    """Returns the keys of the parameters of a type, by dotted path."""
-    keys: dict[str, Key] = {}
-    for param, key in NAMED_TYPES[section][name].items():
-        path, why, loud = f"{section}.params.{param}", key.why or f"of {name}", key.loud
-        loud = f"{loud} for {name}" if loud else ""
-        keys[path] = replace(key, path=path, why=why, loud=loud)
-    return keys
 
 
 def known_types(section: str) -> str:
@@ -244,7 +222,9 @@ def types_in(raw: Mapping[str, object], keys: Mapping[str, Key]) -> Types:
             if name:
                 types.names[section] = name
                 del types.keys[f"{section}.params"]
-                types.keys.update(params_of(section, name))
+                for param, key in NAMED_TYPES[section][name].items():
+                    path, why = f"{section}.params.{param}", key.why or f"of {name}"
+                    types.keys[path] = replace(key, path=path, why=why)
     return types
 
 

@@ -156,9 +156,9 @@ class Key:
       default: DeepSpeed's value if the JSON omits the key; `REQUIRED` if its section needs it.
       why: The effect of an honoured key; for other keys, the reason and the remedy.
       treatment: "honoured"; "left to XLA", "left to launch" and "no effect", which accept every
-        value of the kind and report `why`; "off only", which refuses every value not in `accepts`,
-        with `why`.
-      accepts: The values that mean "off".
+        value of the kind and report `why`; "off only", which refuses every value but the default
+        and `accepts`, with `why`.
+      accepts: Further values that mean "off".
       auto: The reason why "auto" resolves to `default`, or to null if the kind accepts it; "" for
         the default, with the reason of the treatment; None refuses "auto".
       loud: The note for a JSON that omits the key if the default changes numbers; "" for no note.
@@ -183,10 +183,10 @@ class Key:
             checked = self.kind.check(value)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
-        if self.treatment == "off only" and checked not in self.accepts:
+        if self.treatment == "off only" and checked not in (self.default, *self.accepts):
             raise ConfigError(
                 f"{self.path} = {as_text(checked)} is not supported: {self.why}; leave it out or "
-                f"at {as_text(self.accepts[0])}"
+                f"at {as_text(self.default)}"
             )
         return checked
 
@@ -273,9 +273,9 @@ def off_only(table: Mapping[str, Mapping[str, object]]) -> Iterator[Key]:
     """
     for why, values in table.items():
         for path, given in values.items():
-            off = given if isinstance(given, tuple) else (given,)
-            kind = _OFF_KINDS.get(type(off[0]), ANYTHING)
-            yield Key(path, kind, off[0], why, "off only", off)
+            off, *more = given if isinstance(given, tuple) else (given,)
+            kind = _OFF_KINDS.get(type(off), ANYTHING)
+            yield Key(path, kind, off, why, "off only", tuple(more))
 
 
 Status = Literal["honoured", "left to XLA", "left to launch", "default", "resolved", "no effect"]

@@ -1,14 +1,18 @@
-"""The JSON schema of a config, with which editors complete and check keys.
+"""The JSON schema of a config, with which editors complete and check keys, and a table of settings.
 
-`python -m zerojax.config.schema > configs/schema/config.json` writes it.
+`python -m zerojax.config.schema > configs/schema/config.json` writes the schema, and
+`python -m zerojax.config.schema table` prints the table of docs/configuration.md.
 """
 
 import json
+import sys
 from typing import Any
 
+from zerojax.config.errors import as_text
 from zerojax.config.keys import ALIASES, KEYS
 from zerojax.config.row import REQUIRED, ZERO, Key
 from zerojax.config.sections import NULLABLE
+from zerojax.config.settings import BY_FIELD, SECTIONS
 
 
 def schema() -> dict[str, Any]:
@@ -48,5 +52,12 @@ def _value(key: Key) -> dict[str, Any]:
     return {"description": text, **default, "anyOf": [key.kind.schema, {"const": "auto"}]}
 
 
+def table() -> str:
+    """Returns the fields of `ZeroConfig` with their keys as rows of Markdown."""
+    rows = [(name, key.path, key.default, key.why) for name, key in BY_FIELD.items()]
+    rows += [(name, place.path, None, place.why) for name, place in SECTIONS.items()]
+    return "\n".join(f"| `{a}` | `{b}` | {as_text(c)} | {why} |" for a, b, c, why in rows)
+
+
 if __name__ == "__main__":
-    print(json.dumps(schema(), indent=1))
+    print(table() if "table" in sys.argv else json.dumps(schema(), indent=1))

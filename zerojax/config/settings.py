@@ -235,3 +235,6 @@ XLA: dict[str, Key] = {
     for name, hint in XlaOptions.__annotations__.items()
 }
 """The key of each option in the field `xla`."""
+
+DESCRIPTIONS = "\n".join(f"      {name}: {key.why}" for name, key in (BY_FIELD | SECTIONS).items())
+"""The fields that a key or a section sets, for a docstring."""

@@ -171,4 +171,4 @@ def unsupported() -> Iterator[Key]:
     yield from off_only(_OFF)
     for names, why in _OFF_SECTIONS.items():
         for name in names.split():
-            yield Key(name, _SWITCH, False, why, "off only", (False,))
+            yield Key(name, _SWITCH, False, why, "off only")

@@ -101,7 +101,7 @@ def _by_table(into: Translation, key: str, kind: str) -> None:
     elif kind and (needs := _SECTION_OF.get(section, kind)) != kind:
         into.judged[key] = KeyTreatment((), "no effect", f"it is for distributed_type {needs}")
     elif row.treatment == "off only":
-        if into.values[key] not in row.accepts:
+        if into.values[key] != row.default:
             into.refuse(key, f"{row.why}; leave it out")
         into.judged[key] = KeyTreatment((), "honoured", "off", into.values[key])
     elif row.treatment != "honoured":

@@ -71,7 +71,7 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
             elif value is not None or path not in NULLABLE:
                 advice = _as_object(path, value, keys)
                 problems.append(f"{path}: expected an object, got {as_text(value)}{advice}")
-        unknown.extend(_unknown_key(section, n, names_by_section) for n in given if n not in names)
+        unknown.extend(unknown_key(section, n, names_by_section) for n in given if n not in names)
 
     visit("", raw)
     for path, key in keys.items():
@@ -81,7 +81,7 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
     return CheckedKeys(values, problems + unknown)
 
 
-def _unknown_key(section: str, name: str, names_by_section: Mapping[str, list[str]]) -> str:
+def unknown_key(section: str, name: str, names_by_section: Mapping[str, list[str]]) -> str:
     """Returns the problem of an unknown key: the closest known key, or where the key belongs."""
     path = f"{section}.{quote_name(name)}" if section else quote_name(name)
     if name == "max_grad_norm":

@@ -32,24 +32,19 @@ def fsdp(into: Translation) -> None:
     Args:
       into: The translation, which is updated.
     """
-    given = [key for key in _STRATEGIES if key in into.values]
-    stages = [_STAGES[into.values[key]] for key in given]
-    stage = stages[0] if stages else 3
-    if len(set(stages)) == 2:
-        old, new = (f"{key} = {as_text(into.values[key])}" for key in reversed(given))
+    given = {key: _STAGES[into.values[key]] for key in _STRATEGIES if key in into.values}
+    stage = next(iter(given.values()), 3)
+    if len({*given.values()}) == 2:
+        old, new = (f"{key} = {as_text(into.values[key])}" for key in reversed([*given]))
         into.problems.append(f"{old} says otherwise than {new}; take one of them out")
     if not given:
         into.imply(_STAGE, 3, "FSDP's, where no strategy is given: everything is sharded")
     for key in given:
         into.put(key, _STAGE, stage)
         into.stands_for(key, _STAGE)
-    for key in given:
         if into.values[key].startswith("HYBRID"):
             _hybrid(into, key, stage)
-    offload, activation_offload = (
-        f"{FSDP}.fsdp_offload_params",
-        f"{FSDP}.fsdp_activation_checkpointing_offload",
-    )
+    offload = f"{FSDP}.fsdp_offload_params"
     if into.values.get(offload):
         paths = (_OPTIMIZER, _PARAM) if stage == 3 else (_OPTIMIZER,)
         for path in paths:
@@ -57,16 +52,12 @@ def fsdp(into: Translation) -> None:
         into.stands_for(offload, *paths)
     elif offload in into.values:
         into.stands_for(offload, reason="false: everything stays on the accelerators")
-    if into.values.get(activation_offload) and not into.values.get(
-        f"{FSDP}.fsdp_activation_checkpointing"
-    ):
-        into.problems.append(
-            f"{activation_offload}: needs fsdp_activation_checkpointing; set that to true, or "
-            "this to false"
-        )
-    elif activation_offload in into.values:
-        into.put(activation_offload, _CPU_CHECKPOINTING, into.values[activation_offload])
-        into.stands_for(activation_offload, _CPU_CHECKPOINTING)
+    remat = f"{FSDP}.fsdp_activation_checkpointing"
+    if into.values.get(key := f"{remat}_offload") and not into.values.get(remat):
+        into.problems.append(f"{key}: needs {remat}; set that to true, or this to false")
+    elif key in into.values:
+        into.put(key, _CPU_CHECKPOINTING, into.values[key])
+        into.stands_for(key, _CPU_CHECKPOINTING)
 
 
 def _hybrid(into: Translation, key: str, stage: int) -> None:

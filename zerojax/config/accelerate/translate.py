@@ -7,7 +7,7 @@ from zerojax.config.accelerate.check import check
 from zerojax.config.accelerate.deepspeed import deepspeed
 from zerojax.config.accelerate.fsdp import fsdp, parallelism
 from zerojax.config.accelerate.keys import DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
-from zerojax.config.accelerate.translation import KeyTreatment, Translation
+from zerojax.config.accelerate.translation import Translation
 from zerojax.config.errors import as_text
 
 _OTHER_CHIPS = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
@@ -95,24 +95,25 @@ def _kind(into: Translation, file: Mapping[str, object]) -> str:
 
 def _by_table(into: Translation, key: str, kind: str) -> None:
     """Records the treatment of a key if the table determines it without other keys."""
-    row, section = KEYS[key], key.rpartition(".")[0]
+    row, value = KEYS[key], into.values[key]
+    needs = _SECTION_OF.get(key.rpartition(".")[0], kind)
     if row.treatment == "left to launch":
-        into.judged[key] = KeyTreatment((), row.treatment, row.why)
-    elif kind and (needs := _SECTION_OF.get(section, kind)) != kind:
-        into.judged[key] = KeyTreatment((), "no effect", f"it is for distributed_type {needs}")
+        into.note(key, row.why, row.treatment)
+    elif kind and needs != kind:
+        into.note(key, f"it is for distributed_type {needs}", "no effect")
     elif row.treatment == "off only":
-        if into.values[key] != row.default:
+        if value != row.default:
             into.refuse(key, f"{row.why}; leave it out")
-        into.judged[key] = KeyTreatment((), "honoured", "off", into.values[key])
+        into.note(key, "off", holds=value)
     elif row.treatment != "honoured":
-        into.judged[key] = KeyTreatment((), row.treatment, row.why)
+        into.note(key, row.why, row.treatment)
     elif row.why:
-        into.judged[key] = KeyTreatment((), "honoured", row.why, into.values[key])
+        into.note(key, row.why, holds=value)
     elif key == "distributed_type":
         why = "stage 0: the batch is spread over the devices, and nothing is sharded"
         if kind not in PLAIN:
             why = f"{kind.lower()}_config says what is sharded"
-        into.judged[key] = KeyTreatment((), "honoured", why, into.values[key])
+        into.note(key, why, holds=value)
 
 
 def _precision(into: Translation, kind: str) -> None:
@@ -120,7 +121,7 @@ def _precision(into: Translation, kind: str) -> None:
     key = "mixed_precision"
     if "fp16" in into.values:
         if key in into.values:
-            into.judged["fp16"] = KeyTreatment((), "no effect", f"{key} says the dtype")
+            into.note("fp16", f"{key} says the dtype", "no effect")
         elif into.values["fp16"]:
             key = "fp16"
     if key not in into.values:

@@ -3,33 +3,17 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerojax.config.accelerate.check import Leaf
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.keys import KEYS as JSON_KEYS
 from zerojax.config.row import Note, Status
-from zerojax.config.sections import NULLABLE
 
 _PROGRAM_KEYS = (*BATCH_SIZES, "gradient_clipping")
 """Keys for values that an Accelerate program sets in code: in its data loaders, in `Accelerator`,
 and in `clip_grad_norm_`."""
-
-
-class KeyTreatment(NamedTuple):
-    """The treatment of a key of the YAML.
-
-    Attributes:
-      sets: The JSON keys that the YAML key stands for, by dotted path.
-      status, reason, holds: As in `Note`; without a reason, the note of the first key in `sets`
-        supplies all three.
-    """
-
-    sets: tuple[str, ...]
-    status: Status = "honoured"
-    reason: str = ""
-    holds: object = None
 
 
 @dataclass
@@ -42,7 +26,8 @@ class Translation:
       raw: The JSON, in plain dicts.
       file: The path of the JSON that the YAML names; "" for none.
       of_file: The original contents of that JSON.
-      judged: The treatment of the valid keys, by current name.
+      judged: Notes on the valid keys, by current name; without a reason, the note of the first key
+        of the JSON that the key sets supplies treatment and reason.
       names: YAML keys that can set a JSON key, by the JSON key, for messages.
       implied: Reasons for Accelerate's defaults, by the JSON key that they set.
       problems: Sentences, each of which begins with a key of the YAML or of the JSON.
@@ -54,7 +39,7 @@ class Translation:
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
     of_file: dict[str, object] = field(default_factory=dict)
-    judged: dict[str, KeyTreatment] = field(default_factory=dict)
+    judged: dict[str, Note] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
     # of_file's values for keys of both files
@@ -70,10 +55,10 @@ class Translation:
         """
         *sections, name = path.split(".")
         target = self.raw
-        for i, section in enumerate(sections):
-            if target.get(section) is None and ".".join(sections[: i + 1]) in NULLABLE:
+        for section in sections:
+            if target.get(section) is None:
                 target[section] = {}
-            target = target.setdefault(section, {})
+            target = target[section]
             if not isinstance(target, dict):
                 return True  # the loader reports this problem
         existing = target.get(name)
@@ -91,7 +76,18 @@ class Translation:
 
     def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
         """Records that a key of the YAML is translated into these keys of the JSON."""
-        self.judged[key] = KeyTreatment(paths, "honoured", reason, self.values[key])
+        self.note(key, reason, holds=self.values[key], sets=paths)
+
+    def note(
+        self,
+        key: str,
+        reason: str,
+        status: Status = "honoured",
+        holds: object = None,
+        sets: tuple[str, ...] = (),
+    ) -> None:
+        """Records the treatment of a key of the YAML."""
+        self.judged[key] = Note(key, self.values[key], status, reason, holds, sets)
 
     def imply(self, path: str, value: object, reason: str) -> None:
         """Sets a key of the JSON to Accelerate's default, since no key of the YAML sets it."""
@@ -122,15 +118,15 @@ class Translation:
         json_notes, yaml_keys = {note.key: note for note in of_json}, self.said
         notes = []
         for path, key, value in self.leaves:
-            if (judged := self.judged.get(key)) is None:
+            if (note := self.judged.get(key)) is None:
                 continue
-            sets, status, reason, holds = judged
-            first = json_notes.get(sets[0]) if sets else None
-            if sets and first is None:
-                continue  # the JSON key has a problem, and so no note
-            if first and not reason:
-                status, reason, holds = first.status, f"{first.key}: {first.reason}", first.holds
-            notes.append(Note(path, value, status, reason, holds, sets))
+            if note.sets:
+                if (first := json_notes.get(note.sets[0])) is None:
+                    continue  # the JSON key has a problem, and so no note
+                if not note.reason:
+                    reason = f"{first.key}: {first.reason}"
+                    note = note._replace(status=first.status, reason=reason, holds=first.holds)
+            notes.append(note._replace(key=path, value=value))
         for note in of_json:
             if note.key in self.implied:
                 notes.append(note._replace(status="default", reason=self.implied[note.key]))

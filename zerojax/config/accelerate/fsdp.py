@@ -2,7 +2,7 @@
 
 import math
 
-from zerojax.config.accelerate.keys import FSDP, PARALLELISM
+from zerojax.config.accelerate.keys import FSDP, PARALLELISM, STAGES
 from zerojax.config.accelerate.translation import Translation
 from zerojax.config.errors import as_text
 from zerojax.config.row import ZERO
@@ -10,16 +10,6 @@ from zerojax.config.row import ZERO
 _STAGE, _GROUP = f"{ZERO}.stage", f"{ZERO}.mics_shard_size"
 _OPTIMIZER, _PARAM = f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device"
 _CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
-
-_STAGES = {
-    "FULL_SHARD": 3,
-    "SHARD_GRAD_OP": 2,
-    "NO_SHARD": 0,
-    "HYBRID_SHARD": 3,
-    "HYBRID_SHARD_ZERO2": 2,
-}
-"""The ZeRO stage with the same memory at rest, by strategy. Parameters that stay gathered from the
-forward to the backward pass are gathered once a step, as at stage 2."""
 
 _STRATEGIES = (f"{FSDP}.fsdp_reshard_after_forward", f"{FSDP}.fsdp_sharding_strategy")
 _REPLICATE = f"{PARALLELISM}.parallelism_config_dp_replicate_size"
@@ -32,7 +22,7 @@ def fsdp(into: Translation) -> None:
     Args:
       into: The translation, which is updated.
     """
-    given = {key: _STAGES[into.values[key]] for key in _STRATEGIES if key in into.values}
+    given = {key: STAGES[into.values[key]] for key in _STRATEGIES if key in into.values}
     stage = next(iter(given.values()), 3)
     if len({*given.values()}) == 2:
         old, new = (f"{key} = {as_text(into.values[key])}" for key in reversed([*given]))

@@ -17,7 +17,6 @@ from zerojax.config.row import (
     FLAG,
     NON_NEGATIVE,
     POSITIVE,
-    STAGE,
     TEXT,
     ZERO,
     Key,
@@ -72,8 +71,18 @@ def _or_auto(path: str) -> ValueKind:
     return ValueKind(f'{kind.says} or "auto"', kind.annotation | choice("auto").annotation)
 
 
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""FSDP's sharding strategies, in the order of their numbers, which start at 1."""
+STAGES = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "HYBRID_SHARD_ZERO2": 2,
+}
+"""The ZeRO stage with the same memory at rest, by FSDP's strategy, in the order of their numbers,
+which start at 1. Parameters that stay gathered from the forward to the backward pass are gathered
+once a step, as at stage 2."""
+
+_STRATEGIES = (*STAGES,)
 
 
 def _strategy(value: object) -> object:
@@ -88,7 +97,6 @@ def _strategy(value: object) -> object:
 
 
 _NON_NEGATIVE, _POSITIVE = _before(NON_NEGATIVE, _number), _before(POSITIVE, _number)
-_DEVICE = _before(choice("none", "cpu", "nvme"), _no)
 _PATH = _before(optional(TEXT), _none)
 _STRATEGY = _before(choice(*_STRATEGIES), _strategy)
 _RESHARD = ValueKind(f"true, false or {_STRATEGY.says}", _STRATEGY.annotation)
@@ -96,7 +104,6 @@ _PROCESSES = _before(
     ValueKind("a number of processes (-1: not said)", Annotated[int, Field(strict=True, ge=-1)]),
     _number,
 )
-_STEPS, _CLIPPING = _or_auto("gradient_accumulation_steps"), _or_auto("gradient_clipping")
 _VERSION = _before(ValueKind("1 or 2", Literal[1, 2]), _number)
 _XLA = "every step is one compiled program, whose collectives the compiler schedules"
 _INIT = "zero.init creates every array sharded from the start"
@@ -123,16 +130,7 @@ _TRANSLATED = (
     Key("distributed_type", _before(TEXT, _upper), "NO"),
     Key("mixed_precision", _before(choice("no", "fp16", "bf16", "fp8"), _no), "no"),
     Key("fp16", FLAG, False, "the old name of mixed_precision: fp16"),
-    Key(f"{DEEPSPEED}.zero_stage", _before(STAGE, _number), 2),
-    Key(f"{DEEPSPEED}.offload_optimizer_device", _DEVICE, "none"),
-    Key(f"{DEEPSPEED}.offload_optimizer_nvme_path", _PATH, None),
-    Key(f"{DEEPSPEED}.offload_param_device", _DEVICE, "none"),
-    Key(f"{DEEPSPEED}.offload_param_nvme_path", _PATH, None),
-    Key(f"{DEEPSPEED}.zero3_save_16bit_model", FLAG, False),
-    Key(
-        f"{DEEPSPEED}.gradient_accumulation_steps", _or_auto("gradient_accumulation_steps"), "auto"
-    ),
-    Key(f"{DEEPSPEED}.gradient_clipping", _CLIPPING, "auto"),
+    *(Key(key, _PATH if "path" in key else _or_auto(path), None) for key, path in BECOMES.items()),
     Key(f"{DEEPSPEED}.deepspeed_config_file", _PATH, None),
     Key(f"{FSDP}.fsdp_version", _VERSION, 1, "the strategy is read in the form of either version"),
     Key(f"{FSDP}.fsdp_sharding_strategy", _STRATEGY, "FULL_SHARD"),

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.check import check_keys, sections
-from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name, suggestion
+from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.json_file import plain
 from zerojax.config.keys import KEYS
-from zerojax.config.named import NAMED, FrozenParams
+from zerojax.config.named import NAMED, within
 from zerojax.config.row import ZERO, Note, check_fields
 from zerojax.config.sections import OFFLOAD, Section
 from zerojax.config.settings import BY_FIELD, DESCRIPTIONS, SECTIONS, XLA, Settings
@@ -53,22 +53,12 @@ class ZeroConfig(Settings):
         own_notes = (note for note in self.notes if not _is_of_keyword(note))
         object.__setattr__(self, "notes", (*own_notes, *_idle_notes(valid, self.notes)))
 
-    def _check_xla(self) -> Iterator[str]:
-        """Converts the options of XLA; yields one problem for each wrong one."""
-        options: dict[str, object] = {}
-        if not isinstance(self.xla, Mapping):
-            yield f"xla: expected a mapping of options, got {as_text(self.xla)}"
-            return
-        for name, value in self.xla.items():
-            if name not in XLA:
-                yield f"xla.{quote_name(name)}: unknown option; {suggestion(name, XLA)}"
-                continue
-            try:
-                options[name] = XLA[name].kind.check(value)
-            except ConfigError as error:
-                yield f"xla.{name}: {error}"
-        given = {name: value for name, value in options.items() if value is not None}
-        object.__setattr__(self, "xla", FrozenParams(given))
+    def _check_xla(self) -> list[str]:
+        """Converts the options of XLA; returns one problem for each wrong one."""
+        given = plain(self.xla) if isinstance(self.xla, Mapping) else self.xla
+        values, problems = check_keys({"xla": given}, {key.path: key for key in XLA.values()})
+        object.__setattr__(self, "xla", within("xla.", values, nulls=False))
+        return problems
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:

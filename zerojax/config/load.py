@@ -12,10 +12,10 @@ from zerojax.config.errors import ConfigError
 from zerojax.config.frozen import ZeroConfig
 from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import KEYS, rename
-from zerojax.config.named import NAMED, PARAMS, params_in
+from zerojax.config.named import NAMED, PARAMS, within
 from zerojax.config.named_types import types_in
 from zerojax.config.row import Key, Note, keys_of
-from zerojax.config.settings import BY_FIELD, SECTIONS, XLA
+from zerojax.config.settings import BY_FIELD, SECTIONS
 from zerojax.config.text_file import source_of
 from zerojax.config.together import contradictions, idle
 from zerojax.config.yaml_file import ENDINGS
@@ -170,7 +170,7 @@ class ConfigReading:
         self._paths = {name: key.path for name, key in BY_FIELD.items()}
         self._set_fields(self._note_sections())
         for section in names if not self.problems else ():
-            params = params_in(section, self._values)
+            params = within(f"{section}.params.", self._values)
             self.fields[section] = NAMED[section](type=names[section], params=params)
 
     def translated_from(self, yaml: Translation) -> None:
@@ -211,7 +211,7 @@ class ConfigReading:
         wrong = {key_of(problem) for problem in self.problems}
         values = self._values
         self.fields |= {name: values.get(key.path, key.default) for name, key in BY_FIELD.items()}
-        self.fields["xla"] = {name: values.get(key.path) for name, key in XLA.items()}
+        self.fields["xla"] = within("xla.", values)
         without_effect = idle(self.fields)
         for name in without_effect:  # an omitted key without effect keeps the field's default
             if BY_FIELD[name].path not in values:

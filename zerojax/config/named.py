@@ -76,7 +76,10 @@ class _Named:
         values, problems = check_keys(raw, types.keys)
         if problems := types.problems + problems:
             raise ConfigError(problems)
-        return {"type": types.names[cls._section], "params": params_in(cls._section, values)}
+        return {
+            "type": types.names[cls._section],
+            "params": within(f"{cls._section}.params.", values),
+        }
 
     def with_defaults(self) -> dict[str, Any]:
         """Returns all parameters, with DeepSpeed's defaults for omitted ones."""
@@ -124,8 +127,13 @@ PARAMS = tuple(f"{section}.params" for section in NAMED)
 """The keys whose values are the parameters of a type."""
 
 
-def params_in(section: str, values: Mapping[str, object]) -> FrozenParams:
-    """Returns the parameters of a section, from values by dotted path."""
-    prefix = f"{section}.params."
-    given = {path: value for path, value in values.items() if path.startswith(prefix)}
-    return FrozenParams({path.removeprefix(prefix): value for path, value in given.items()})
+def within(prefix: str, values: Mapping[str, object], *, nulls: bool = True) -> FrozenParams:
+    """Returns the values whose path has a prefix, by the rest of their path.
+
+    Args:
+      prefix: The path of a section, with a dot behind.
+      values: Values by dotted path.
+      nulls: Whether to keep None.
+    """
+    inner = {p.removeprefix(prefix): v for p, v in values.items() if p.startswith(prefix)}
+    return FrozenParams({name: v for name, v in inner.items() if nulls or v is not None})

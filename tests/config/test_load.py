@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.config.check import sections
 from zerojax.config.keys import KEYS
+from zerojax.config.kinds import ValueKind
 from zerojax.config.named_types import OPTIMIZERS, SCHEDULERS
-from zerojax.config.row import ValueKind
 from zerojax.config.settings import BY_FIELD
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))

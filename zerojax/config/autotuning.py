@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.config.row import POSITIVE, choice, optional, setting
+from zerojax.config.kinds import POSITIVE, choice, optional
+from zerojax.config.row import setting
 from zerojax.config.sections import Section
 
 
@@ -29,10 +30,7 @@ class AutotuningConfig(Section):
     max_train_micro_batch_size_per_gpu: int = setting("", POSITIVE, 1024, "the largest micro-batch")
     min_train_micro_batch_size_per_gpu: int = setting("", POSITIVE, 1, "the smallest micro-batch")
     num_tuning_micro_batch_sizes: int = setting(
-        "",
-        POSITIVE,
-        3,
-        "micro-batches to compile for each stage, remat and offload, at most",
+        "", POSITIVE, 3, "micro-batches to compile for each stage, remat and offload, at most"
     )
 
     def contradictions(self) -> Iterator[str]:

@@ -24,20 +24,12 @@ class BatchSizes(NamedTuple):
     accumulation: int
 
 
-BATCH_SIZES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The JSON keys of the fields of `BatchSizes`, in the same order."""
 
 
 def solve(
-    train: int | None,
-    micro: int | None,
-    accumulation: int | None,
-    world: int,
-    stages: int = 1,
+    train: int | None, micro: int | None, accumulation: int | None, world: int, stages: int = 1
 ) -> BatchSizes:
     """Computes the missing sizes such that train = micro * accumulation * world.
 

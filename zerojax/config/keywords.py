@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
 from zerojax.config.autotuning import AutotuningConfig
+from zerojax.config.kinds import COUNT, FLAG, SIZE, TEXT, choice
 from zerojax.config.named import OptimizerConfig, SchedulerConfig
-from zerojax.config.row import COUNT, FLAG, SIZE, TEXT, choice
 from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
 
 _UNROLLING = choice(

@@ -4,21 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+from zerojax.config import kinds as k
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.row import (
-    BUFFERS,
-    FLAG,
-    FRACTION,
-    SIZE,
-    TEXT,
-    ZERO,
-    Key,
-    check_fields,
-    choice,
-    keys_of,
-    optional,
-    setting,
-)
+from zerojax.config.row import ZERO, Key, check_fields, keys_of, setting
 
 _Values = Mapping[str, object]
 
@@ -55,7 +43,7 @@ class Section:
     @classmethod
     def keys(cls, path: str, why: str) -> Iterator[Key]:
         """Yields the keys of the section at a path; `why` is for the switch."""
-        yield Key(f"{path}.enabled", FLAG, False, why)
+        yield Key(f"{path}.enabled", k.FLAG, False, why)
         yield from keys_of(cls, f"{path}.").values()
 
     @classmethod
@@ -115,17 +103,17 @@ class MonitorConfig(Section):
       MonitorConfig(output_path='logs', job_name='DeepSpeedJobName')
     """
 
-    output_path: str = setting("", TEXT, "", "the folder; the current one by default")
-    job_name: str = setting("", TEXT, "DeepSpeedJobName", "a folder within it")
+    output_path: str = setting("", k.TEXT, "", "the folder; the current one by default")
+    job_name: str = setting("", k.TEXT, "DeepSpeedJobName", "a folder within it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(Section):
     """The section `wandb`: a run on wandb; off if absent."""
 
-    group: str | None = setting("", optional(TEXT), None, "the name that runs of a group share")
-    team: str | None = setting("", optional(TEXT), None, "wandb's entity; null is your default")
-    project: str = setting("", TEXT, "deepspeed", "wandb's project")
+    group: str | None = setting("", k.optional(k.TEXT), None, "the name that runs of a group share")
+    team: str | None = setting("", k.optional(k.TEXT), None, "wandb's entity; null is your default")
+    project: str = setting("", k.TEXT, "deepspeed", "wandb's project")
 
 
 OLD_SWITCHES: dict[str, tuple[str, ...]] = {
@@ -139,15 +127,15 @@ _NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
 
 
 def _buffers(default: int) -> Any:
-    return setting("", BUFFERS, default, "blocks in host memory at a time, read ahead of their use")
+    return setting("", k.BUFFERS, default, "blocks in host memory at a time, read ahead")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offload(Section):
     """The fields of both offload sections."""
 
-    device: Literal["cpu", "nvme"] = setting("", choice("cpu", "nvme"), "cpu", "")
-    nvme_path: str | None = setting("", optional(TEXT), None, "the folder of the files")
+    device: Literal["cpu", "nvme"] = setting("", k.choice("cpu", "nvme"), "cpu", "")
+    nvme_path: str | None = setting("", k.optional(k.TEXT), None, "the folder of the files")
 
     switch = "device"
 
@@ -171,12 +159,12 @@ class _Offload(Section):
         """Yields the keys of the section at a path, and its deprecated flags."""
         section = path.removeprefix(f"{ZERO}.")
         for name, key in keys_of(cls, f"{path}.").items():
-            device = optional(choice("none", "cpu", "nvme"))
+            device = k.optional(k.choice("none", "cpu", "nvme"))
             off = Key(key.path, device, "none", why)
             yield off if name == "device" else key
         why = f'deprecated by DeepSpeed; true is read as {{"{section}": {{"device": "cpu"}}}}'
         for old in OLD_SWITCHES[section]:
-            yield Key(f"{ZERO}.{old}", optional(FLAG), None, why)
+            yield Key(f"{ZERO}.{old}", k.optional(k.FLAG), None, why)
 
     @classmethod
     def switched(
@@ -213,10 +201,10 @@ class OffloadOptimizer(_Offload):
     """
 
     buffer_count: int = _buffers(4)
-    ratio: float = setting("", FRACTION, 1.0, "the share that is offloaded, to the cpu")
+    ratio: float = setting("", k.FRACTION, 1.0, "the share that is offloaded, to the cpu")
     compute_on: Literal["device", "host"] | None = setting(
         "",
-        optional(choice("device", "host")),
+        k.optional(k.choice("device", "host")),
         None,
         "zerojax's own: the update streams through the device or runs on the host; null: device",
     )
@@ -248,7 +236,7 @@ class OffloadParam(_Offload):
 
     buffer_count: int = _buffers(5)
     max_in_cpu: int = setting(
-        "", SIZE, 1_000_000_000, "so many elements of the parameters stay in host memory"
+        "", k.SIZE, 1_000_000_000, "so many elements of the parameters stay in host memory"
     )
 
 

@@ -7,29 +7,11 @@ read its field.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from zerojax.config import kinds as k
 from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.keywords import XlaOptions
 from zerojax.config.named import FrozenParams, OptimizerConfig, SchedulerConfig
-from zerojax.config.row import (
-    AMOUNT,
-    COUNT,
-    DTYPE,
-    FLAG,
-    GROUP,
-    NON_NEGATIVE,
-    POSITIVE,
-    POWER,
-    SCALE,
-    SCALE_OR_ZERO,
-    SIZE,
-    STAGE,
-    ZERO,
-    Key,
-    choice,
-    keys_of,
-    optional,
-    setting,
-)
+from zerojax.config.row import ZERO, Key, keys_of, setting
 from zerojax.config.sections import (
     MonitorConfig,
     OffloadOptimizer,
@@ -52,74 +34,77 @@ class Settings:
     """The settings of a run; with keywords every feature is off by default."""
 
     stage: int = setting(
-        _Z, STAGE, 0, "1 shards the optimizer state, 2 gradients too, 3 parameters too", auto=None
+        _Z, k.STAGE, 0, "1 shards the optimizer state, 2 gradients too, 3 parameters too", auto=None
     )
     bf16: bool = setting(
-        "bf16.enabled", FLAG, False, "true: the step's body sees parameters in bfloat16"
+        "bf16.enabled", k.FLAG, False, "true: the step's body sees parameters in bfloat16"
     )
     fp16: bool = setting(
-        "fp16.enabled", FLAG, False, "true: the step's body sees parameters in float16, scaled loss"
+        "fp16.enabled",
+        k.FLAG,
+        False,
+        "true: the body sees parameters in float16, with a scaled loss",
     )
     auto_cast: bool = setting(
-        "fp16.", FLAG, False, "true: float leaves of the batch are cast to the compute dtype"
+        "fp16.", k.FLAG, False, "true: float leaves of the batch are cast to the compute dtype"
     )
     loss_scale: float = setting(
-        "fp16.", SCALE_OR_ZERO, 0.0, "0 is a dynamic scale, all else a static one"
+        "fp16.", k.SCALE_OR_ZERO, 0.0, "0 is a dynamic scale, all else a static one"
     )
-    initial_scale_power: int = setting("fp16.", POWER, 16, "the dynamic scale starts at 2**this")
+    initial_scale_power: int = setting("fp16.", k.POWER, 16, "the dynamic scale starts at 2**this")
     loss_scale_window: int = setting(
-        "fp16.", COUNT, 1000, "good updates after which the scale doubles"
+        "fp16.", k.COUNT, 1000, "good updates after which the scale doubles"
     )
-    hysteresis: int = setting("fp16.", COUNT, 2, "overflows before the scale halves")
+    hysteresis: int = setting("fp16.", k.COUNT, 2, "overflows before the scale halves")
     consecutive_hysteresis: bool = setting(
-        "fp16.", FLAG, False, "true: a good update refills the hysteresis"
+        "fp16.", k.FLAG, False, "true: a good update refills the hysteresis"
     )
-    min_loss_scale: float = setting("fp16.", SCALE, 1.0, "the scale halves no further")
+    min_loss_scale: float = setting("fp16.", k.SCALE, 1.0, "the scale halves no further")
     raise_error_at_min_scale: bool = setting(
-        "fp16.", FLAG, True, f"{_OWN}: true stops at an overflow at the smallest scale"
+        "fp16.", k.FLAG, True, f"{_OWN}: true stops at an overflow at the smallest scale"
     )
     check_grad_overflow: bool = setting(
         "bf16.",
-        FLAG,
+        k.FLAG,
         True,
         "true: updates that are not finite are skipped",
         keyword=False,
         loud="DeepSpeed skips updates in bf16 that are not finite by default; false turns it off",
     )
     check_finite: bool = setting(
-        "", FLAG, False, f"{_OWN}: true skips updates that are not finite at any precision"
+        "", k.FLAG, False, f"{_OWN}: true skips updates that are not finite at any precision"
     )
     accumulate_statistics: bool = setting(
-        "", FLAG, False, f"{_OWN}: true lets micro-batches have statistics of their own (BatchNorm)"
+        "", k.FLAG, False, f"{_OWN}: true allows statistics of each micro-batch (BatchNorm)"
     )
     compute_grad_norm: bool = setting(
-        _Z, FLAG, True, "false: the gradient's norm is computed only where an update needs it"
+        _Z, k.FLAG, True, "false: the gradient's norm is computed only where an update needs it"
     )
     gradient_clipping: float = setting(
         "",
-        AMOUNT,
+        k.AMOUNT,
         1.0,
         "the largest global L2 norm of the averaged gradient; 0 is off",
         keyword=0.0,
         loud="DeepSpeed clips the global norm to 1.0 by default; 0 turns it off",
     )
     gradient_accumulation_steps: int | None = setting(
-        "", POSITIVE, None, "micro-batches per update; if open, the batch decides"
+        "", k.POSITIVE, None, "micro-batches per update; if open, the batch decides"
     )
     train_batch_size: int | None = setting(
-        "",
-        POSITIVE,
-        None,
-        "rows per update, over all devices; if open, the batch decides",
+        "", k.POSITIVE, None, "rows per update, over all devices; if open, the batch decides"
     )
     train_micro_batch_size_per_gpu: int | None = setting(
-        "", POSITIVE, None, "rows of a device in a micro-batch; if open, the batch decides"
+        "", k.POSITIVE, None, "rows of a device in a micro-batch; if open, the batch decides"
     )
     grad_accum_dtype: str | None = setting(
-        "data_types.", optional(DTYPE), None, "of the sum over micro-batches; null: the gradient's"
+        "data_types.",
+        k.optional(k.DTYPE),
+        None,
+        "of the sum of micro-batches; null: the gradient's",
     )
     stage3_param_persistence_threshold: int = setting(
-        _Z, SIZE, 100_000, "parameters of fewer elements are replicated"
+        _Z, k.SIZE, 100_000, "parameters of fewer elements are replicated"
     )
     # The most elements of a small array. Such an array is not padded and is sent unquantized, a
     # small parameter is gathered with others, once a step, and small arrays beside the parameters
@@ -127,80 +112,78 @@ class Settings:
     small_array_size: int = 8192
     stage3_max_live_parameters: int = setting(
         _Z,
-        SIZE,
+        k.SIZE,
         0,
         "so many elements of parameters stay gathered over an update, the largest first; 0: none",
         auto=f"0: nothing stays gathered; {FIT} writes as many as fit, where they pay",
     )
     stage3_max_reuse_distance: int | None = setting(
-        _Z, optional(SIZE), None, "elements between uses of a gathered parameter; null: no limit"
+        _Z, k.optional(k.SIZE), None, "elements between uses of a gathered one; null: no limit"
     )
     stage3_gather_16bit_weights_on_model_save: bool = setting(
-        _Z, FLAG, False, "true: `python -m zerojax export` writes 16-bit weights, at every stage"
+        _Z, k.FLAG, False, "true: `python -m zerojax export` writes 16-bit weights, at every stage"
     )
     overlap_comm: bool | None = setting(
-        _Z, optional(FLAG), None, "false: no prefetch, XLA schedules the collectives; null is true"
+        _Z, k.optional(k.FLAG), None, "false: no prefetch, as XLA schedules it; null is true"
     )
     mics_shard_size: int = setting(
-        _Z, GROUP, -1, "devices that share one copy of the state, sharded over them; -1: all"
+        _Z, k.GROUP, -1, "devices that share one copy of the state, sharded over them; -1: all"
     )
     pipeline_stages: int | None = setting(
         "pipeline.stages",
-        optional(POSITIVE),
+        k.optional(k.POSITIVE),
         None,
         'loops over layers run as pipelines over an outermost axis "stage" of this size; null: the '
         "mesh decides",
     )
     zero_hpz_partition_size: int = setting(
-        _Z, NON_NEGATIVE, 1, "devices (of a host) that keep a second shard of parameters; 1 is off"
+        _Z, k.NON_NEGATIVE, 1, "devices of a host that keep a second shard of parameters; 1: off"
     )
     zero_quantized_weights: bool = setting(
-        _Z, FLAG, False, "true: parameters are gathered in 8-bit blocks (qwZ): numbers change"
+        _Z, k.FLAG, False, "true: parameters are gathered in 8-bit blocks (qwZ): numbers change"
     )
     zero_quantized_nontrainable_weights: bool = setting(
-        _Z, FLAG, False, "true: parameters without updates are gathered in 8-bit blocks"
+        _Z, k.FLAG, False, "true: parameters without updates are gathered in 8-bit blocks"
     )
     zero_quantized_weights_dtype: str = setting(
-        _Z, choice("int8", "float8_e4m3fn"), "int8", f"{_OWN}: the codes of gathered blocks"
+        _Z, k.choice("int8", "float8_e4m3fn"), "int8", f"{_OWN}: the codes of gathered blocks"
     )
     zero_quantized_gradients: bool = setting(
-        _Z, FLAG, False, "true: gradients are reduced in low-bit blocks (qgZ): numbers change"
+        _Z, k.FLAG, False, "true: gradients are reduced in low-bit blocks (qgZ): numbers change"
     )
     zero_quantized_gradients_dtype: str = setting(
-        _Z, choice("int8", "int4"), "int8", f"{_OWN}: the codes of reduced blocks"
+        _Z, k.choice("int8", "int4"), "int8", f"{_OWN}: the codes of reduced blocks"
     )
     zero_quantized_block_size: int | None = setting(
-        _Z, optional(POSITIVE), None, f"{_OWN}: elements that share a scale; null: about 256"
+        _Z, k.optional(k.POSITIVE), None, f"{_OWN}: elements that share a scale; null: about 256"
     )
     offload_optimizer: OffloadOptimizer | None = section(
-        OffloadOptimizer,
-        f"{_Z}offload_optimizer",
-        "the place of master weights and moments",
+        OffloadOptimizer, f"{_Z}offload_optimizer", "the place of master weights and moments"
     )
     offload_param: OffloadParam | None = section(
         OffloadParam, f"{_Z}offload_param", "the place of parameters"
     )
     sub_group_size: int = setting(
         _Z,
-        SIZE,
+        k.SIZE,
         1_000_000_000,
         "an upper bound, in elements, on what is updated at a time under offload: zerojax "
         "streams in blocks of at most 33,554,432; 0 sets no bound of its own",
     )
     cpu_checkpointing: bool = setting(
-        _REMAT, FLAG, False, "true: residuals of rematerialised blocks in a scan are in host memory"
+        _REMAT, k.FLAG, False, "true: what rematerialised blocks of a scan keep is in host memory"
     )
     partition_activations: bool = setting(
-        _REMAT, FLAG, False, "true: refuses meshes on which residuals are not cut with the batch"
+        _REMAT, k.FLAG, False, "true: refuses meshes on which residuals are not cut with the batch"
     )
     xla: Mapping[str, bool | int | str] = FrozenParams()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     steps_per_print: int | None = setting(
-        "", optional(NON_NEGATIVE), None, "a line every so many updates; 0 or null prints none"
+        "", k.optional(k.NON_NEGATIVE), None, "a line every so many updates; 0 or null prints none"
     )
     wall_clock_breakdown: bool = setting(
-        "", FLAG, False, "true: each line has the time of a step, blocked on the device"
+        "", k.FLAG, False, "true: each line has the time of a step, blocked on the device"
     )
     tensorboard: MonitorConfig | None = section(
         MonitorConfig, "tensorboard", "true: writes metrics there"
@@ -209,11 +192,9 @@ class Settings:
         MonitorConfig, "csv_monitor", "true: writes metrics there"
     )
     wandb: WandbConfig | None = section(WandbConfig, "wandb", "true: writes metrics there")
-    dump_state: bool = setting("", FLAG, False, "true: zerojax.zero prints every setting in force")
+    dump_state: bool = setting("", k.FLAG, False, "true: zerojax.zero prints every setting")
     autotuning: AutotuningConfig | None = section(
-        AutotuningConfig,
-        "autotuning",
-        "true: `zerojax fit` searches, zerojax.zero does not train",
+        AutotuningConfig, "autotuning", "true: `zerojax fit` searches, zerojax.zero does not train"
     )
 
 
@@ -228,7 +209,7 @@ SECTIONS: dict[str, Place] = {
 XLA: dict[str, Key] = {
     name: Key(
         f"xla.{name}",
-        optional(hint.__metadata__[0]),
+        k.optional(hint.__metadata__[0]),
         None,
         f"{_OWN}: an option of XLA's GPU compiler; null is zerojax's choice",
     )

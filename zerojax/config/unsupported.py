@@ -5,7 +5,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from zerojax.config.row import FLAG, ZERO, Key, ValueKind, off_only, without_effect
+from zerojax.config.kinds import FLAG, ValueKind
+from zerojax.config.row import ZERO, Key, off_only, without_effect
 
 _REMAT = "activation_checkpointing"
 _EXPERTS = "experts are sharded by the model's own specs"
@@ -22,12 +23,12 @@ _LEFT_TO_XLA = {
         "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
         "stage3_partition_stream_chunk_size memory_efficient_linear parameter_alignment": (
             "the compiler schedules, combines and overlaps the collectives"
-        ),
+        )
     },
     _REMAT: {
         "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary": (
             "the compiler lays out what a block keeps once, before the run"
-        ),
+        )
     },
     "pipeline": {"pipe_partitioned grad_partitioned": "the compiler shards what a stage sends"},
 }
@@ -158,8 +159,7 @@ def _switch(value: object) -> object:
 
 
 _SWITCH = ValueKind(
-    'an object with "enabled" true or false',
-    Annotated[FLAG.annotation, BeforeValidator(_switch)],
+    'an object with "enabled" true or false', Annotated[FLAG.annotation, BeforeValidator(_switch)]
 )
 """A section that must be off, as its switch; its other names are not read."""
 

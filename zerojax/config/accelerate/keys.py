@@ -11,21 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from zerojax.config import kinds as k
 from zerojax.config.keys import KEYS as JSON_KEYS
-from zerojax.config.row import (
-    ANYTHING,
-    FLAG,
-    NON_NEGATIVE,
-    POSITIVE,
-    TEXT,
-    ZERO,
-    Key,
-    ValueKind,
-    choice,
-    off_only,
-    optional,
-    without_effect,
-)
+from zerojax.config.kinds import ValueKind
+from zerojax.config.row import ZERO, Key, off_only, without_effect
 
 DEEPSPEED, FSDP, PARALLELISM = "deepspeed_config", "fsdp_config", "parallelism_config"
 """The sections that control how the state is sharded."""
@@ -68,7 +57,7 @@ def _before(kind: ValueKind, change: Callable[[object], object]) -> ValueKind:
 def _or_auto(path: str) -> ValueKind:
     """Returns the kind of a JSON key that also accepts numbers in quotes and "auto"."""
     kind = _before(JSON_KEYS[path].kind, _number)
-    return ValueKind(f'{kind.says} or "auto"', kind.annotation | choice("auto").annotation)
+    return ValueKind(f'{kind.says} or "auto"', kind.annotation | k.choice("auto").annotation)
 
 
 STAGES = {
@@ -96,9 +85,9 @@ def _strategy(value: object) -> object:
     return value.upper().removeprefix("_") if isinstance(value, str) else value
 
 
-_NON_NEGATIVE, _POSITIVE = _before(NON_NEGATIVE, _number), _before(POSITIVE, _number)
-_PATH = _before(optional(TEXT), _none)
-_STRATEGY = _before(choice(*_STRATEGIES), _strategy)
+_NON_NEGATIVE, _POSITIVE = _before(k.NON_NEGATIVE, _number), _before(k.POSITIVE, _number)
+_PATH = _before(k.optional(k.TEXT), _none)
+_STRATEGY = _before(k.choice(*_STRATEGIES), _strategy)
 _RESHARD = ValueKind(f"true, false or {_STRATEGY.says}", _STRATEGY.annotation)
 _PROCESSES = _before(
     ValueKind("a number of processes (-1: not said)", Annotated[int, Field(strict=True, ge=-1)]),
@@ -126,26 +115,26 @@ BECOMES = {
 """The JSON key for each YAML key that stands for exactly one."""
 
 _TRANSLATED = (
-    Key("compute_environment", TEXT, "LOCAL_MACHINE", "processes start on machines of yours"),
-    Key("distributed_type", _before(TEXT, _upper), "NO"),
-    Key("mixed_precision", _before(choice("no", "fp16", "bf16", "fp8"), _no), "no"),
-    Key("fp16", FLAG, False, "the old name of mixed_precision: fp16"),
+    Key("compute_environment", k.TEXT, "LOCAL_MACHINE", "processes start on machines of yours"),
+    Key("distributed_type", _before(k.TEXT, _upper), "NO"),
+    Key("mixed_precision", _before(k.choice("no", "fp16", "bf16", "fp8"), _no), "no"),
+    Key("fp16", k.FLAG, False, "the old name of mixed_precision: fp16"),
     *(Key(key, _PATH if "path" in key else _or_auto(path), None) for key, path in BECOMES.items()),
     Key(f"{DEEPSPEED}.deepspeed_config_file", _PATH, None),
     Key(f"{FSDP}.fsdp_version", _VERSION, 1, "the strategy is read in the form of either version"),
     Key(f"{FSDP}.fsdp_sharding_strategy", _STRATEGY, "FULL_SHARD"),
     Key(f"{FSDP}.fsdp_reshard_after_forward", _RESHARD, "FULL_SHARD"),
-    Key(f"{FSDP}.fsdp_offload_params", FLAG, False),
-    Key(f"{FSDP}.fsdp_activation_checkpointing_offload", FLAG, False),
+    Key(f"{FSDP}.fsdp_offload_params", k.FLAG, False),
+    Key(f"{FSDP}.fsdp_activation_checkpointing_offload", k.FLAG, False),
     Key(f"{PARALLELISM}.parallelism_config_dp_replicate_size", _POSITIVE, 1),
     Key(f"{PARALLELISM}.parallelism_config_dp_shard_size", _POSITIVE, 1),
     Key("num_processes", _PROCESSES, -1, _DEVICES, "left to launch"),
     Key("num_machines", _POSITIVE, 1, _DEVICES, "left to launch"),
-    Key("gpu_ids", ANYTHING, "all", _DEVICES, "left to launch"),
-    Key("use_cpu", FLAG, False, _DEVICES, "left to launch"),
+    Key("gpu_ids", k.ANYTHING, "all", _DEVICES, "left to launch"),
+    Key("use_cpu", k.FLAG, False, _DEVICES, "left to launch"),
     Key("machine_rank", _NON_NEGATIVE, 0, _LAUNCH, "left to launch"),
-    Key("main_process_ip", optional(TEXT), None, _LAUNCH, "left to launch"),
-    Key("main_process_port", optional(_NON_NEGATIVE), None, _LAUNCH, "left to launch"),
+    Key("main_process_ip", k.optional(k.TEXT), None, _LAUNCH, "left to launch"),
+    Key("main_process_port", k.optional(_NON_NEGATIVE), None, _LAUNCH, "left to launch"),
     Key(f"{DEEPSPEED}.deepspeed_hostfile", _PATH, None, _LAUNCH, "left to launch"),
 )
 """The keys that set something, with Accelerate's defaults."""
@@ -192,7 +181,7 @@ _NO_EFFECT = {
         "parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
         "parallelism_config_sp_backend parallelism_config_sp_seq_length "
         "parallelism_config_sp_seq_length_is_variable "
-        "parallelism_config_sp_attn_implementation": "no sequence is divided",
+        "parallelism_config_sp_attn_implementation": "no sequence is divided"
     },
 }
 

@@ -138,7 +138,7 @@ def test_every_off_key_is_refused_when_on_and_off_when_auto():
             "pipeline.stage: unknown key; did you mean `pipeline.stages`?",
         ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": "auto"}}, '"auto" has nothing to resolve it; write 0'),
+        ({"zero_optimization": {"stage": "auto"}}, '"auto" cannot be resolved; write 0'),
         ({"train_batch_size": 0}, "at least 1, got 0"),
         ({"gradient_clipping": -1}, "gradient_clipping: expected a finite number of at least 0"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "master weights and optimizer state"),

@@ -68,8 +68,8 @@ def test_what_is_none_in_a_json(section):
         ),
         (
             of(cpu_offload=True, offload_optimizer=DISK),
-            'cpu_offload = true says otherwise than zero_optimization.offload_optimizer.device = "n'
-            'vme"; take it out',
+            'cpu_offload = true contradicts zero_optimization.offload_optimizer.device = "n'
+            'vme"; remove it',
         ),
     ],
 )

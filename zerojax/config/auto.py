@@ -41,7 +41,7 @@ def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
     replaced: set[str] = set()
     problems = []
     listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
-    fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
+    fallback = f'"auto" is at: {listed}' if autos else 'nothing in it is "auto"'
     for key, value in auto.items():
         path = renamed(key) if isinstance(key, str) else ""
         if path in autos:
@@ -91,7 +91,7 @@ def resolve_autos(raw: dict[str, object], keys: Mapping[str, Key]) -> AutoResolu
         if path in NULLABLE:
             resolved.problems.append(
                 f'{path}: "auto" takes a search with the model: {FIT}; or write the object, '
-                "or take it out"
+                "or remove it"
             )
         elif key is None:  # unknown
             continue
@@ -100,8 +100,7 @@ def resolve_autos(raw: dict[str, object], keys: Mapping[str, Key]) -> AutoResolu
         elif key.auto is None:
             fit = f", or let {FIT} choose" * (path == f"{ZERO}.stage")
             resolved.problems.append(
-                f'{path}: "auto" has nothing to resolve it; write {as_text(key.default)}{fit}, '
-                f"{or_pass}"
+                f'{path}: "auto" cannot be resolved; write {as_text(key.default)}{fit}, {or_pass}'
             )
         elif key.auto and key.kind.nullable:
             resolved.notes.append(Note(path, "auto", "resolved", key.resolution))

@@ -105,7 +105,7 @@ def unknown_key(section: str, name: str, names_by_section: Mapping[str, list[str
     else:
         leaves = {path.rpartition(".")[2]: path for path in reversed(known)}
         guess = leaves.get(closest(name, leaves) or "")
-    return f"{path}: unknown key; {hint(guess, f'take it out{known_here}')}"
+    return f"{path}: unknown key; {hint(guess, f'remove it{known_here}')}"
 
 
 def _as_object(path: str, value: object, keys: Mapping[str, Key]) -> str:

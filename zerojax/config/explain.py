@@ -85,14 +85,13 @@ def explain(
     problems = list(reading.problems)
     sizes = None
     if devices is not None:
-        key, stages = "", reading.fields["pipeline_stages"] or 1
         try:
-            world = devices_of_stage(devices, stages)
+            stages = reading.fields["pipeline_stages"] or 1
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
-            key = "train_batch_size: "
+            world = devices_of_stage(devices, stages)
             sizes = solve(train, micro, accumulation, world, stages)
         except ConfigError as error:
-            problems += [f"{key}{problem}" for problem in error.problems]
+            problems += error.problems
     table = _Table(reading, problems, sizes, devices)
     rows: list[Row] = []
     listed: set[str] = set()
@@ -129,14 +128,14 @@ class _Table:
         """Returns the row of a key that the config has, whose current name is `key`."""
         if problem := self.wrong.get(path) or self.wrong.get(key):
             _, is_refused, why = problem.partition(" is not supported: ")
-            why = why or problem.removeprefix(key_of(problem)).lstrip(" :")
+            why = why or problem.removeprefix(key_of(problem)).lstrip(" :=")
             return Row(path, value, None, "refused" if is_refused else "wrong", why)
         if note := self.notes.get(path) or self.notes.get(key):
             size = self._size(key) if note.status == "resolved" else None
             holds, why = (note.holds, note.reason) if size is None else (size, self._solved(key))
             return Row(path, value, holds, note.status, why)
         if not is_known:
-            return Row(path, value, None, "wrong", "unknown; take it out")
+            return Row(path, value, None, "wrong", "unknown; remove it")
         if is_empty:
             return Row(path, value, None, "no effect", "it is empty: the defaults hold")
         why = "it depends on a key that is wrong: set that one right first"

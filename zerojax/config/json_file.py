@@ -45,7 +45,7 @@ def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> object
         return hjson.loads(text, object_pairs_hook=Object.of)
     except hjson.HjsonDecodeError as error:
         message += f" (and no HJSON at line {error.lineno}, column {error.colno}: {error.msg})"
-        raise ConfigError(f"{message}; mend it there", source) from None
+        raise ConfigError(f"{message}; fix it there", source) from None
     # 1e999; an open '''; more digits than Python reads
     except (ArithmeticError, LookupError, RecursionError, ValueError) as error:
         raise ConfigError(f"not a usable HJSON file: {error}", source) from None

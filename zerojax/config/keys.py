@@ -77,7 +77,7 @@ def rename(raw: dict[str, Any]) -> Iterator[str]:
             continue
         new_name = new.rpartition(".")[2]
         if new_name in parent:
-            yield f"{old}: means the same as `{new}`; keep one of them"
+            yield f"{old}: means the same as `{new}`; remove one of them"
             del parent[old_name]
         else:
             parent[new_name] = parent.pop(old_name)

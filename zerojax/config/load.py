@@ -75,7 +75,7 @@ def read(
         raw, repeated, yaml = _source(config, auto)
         reading = ConfigReading(raw, auto)
     except RecursionError:
-        message = "nested too deeply, or within itself; it has three levels at most"
+        message = "nested too deeply; a config has three levels"
         raise ConfigError(message, source_of(config)) from None
     reading.source = source_of(config)
     if yaml is not None:

@@ -179,8 +179,7 @@ class _Offload(Section):
             implied = "cpu" if switch else "none"
             if device not in (None, implied):
                 raise ConfigError(
-                    f"{old} = {as_text(switch)} says otherwise than {key} = {as_text(device)}; "
-                    "take it out"
+                    f"{old} = {as_text(switch)} contradicts {key} = {as_text(device)}; remove it"
                 )
             if device is None:
                 key, device = old, implied

@@ -106,12 +106,12 @@ def idle(values: Mapping[str, object]) -> dict[str, str]:
     if fp16:
         reasons |= dict.fromkeys(
             ("check_grad_overflow", "check_finite"),
-            "fp16 skips every update that is not finite anyhow",
+            "fp16 already skips updates that are not finite",
         )
     elif not bf16:
         reasons["check_grad_overflow"] = "bf16 is off"
     elif values.get("check_finite"):
-        reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
+        reasons["check_grad_overflow"] = "check_finite already skips updates that are not finite"
     if values.get("gradient_clipping"):
         reasons["compute_grad_norm"] = "clipping needs the norm"
     elif fp16 or values.get("check_finite") or (bf16 and values.get("check_grad_overflow")):

@@ -78,7 +78,7 @@ def check(file: Mapping[str, object]) -> CheckResult:
             section, _, name = key.rpartition(".")
             unknown.append(unknown_key(section, name or path, names))
         elif key in checked.values:
-            checked.problems.append(f"{path}: means the same as `{key}`; keep one of them")
+            checked.problems.append(f"{path}: means the same as `{key}`; remove one of them")
         elif value is not None and value not in ({}, []):
             try:
                 converted = KEYS[key].kind.check(value)

@@ -26,7 +26,7 @@ def fsdp(into: Translation) -> None:
     stage = next(iter(given.values()), 3)
     if len({*given.values()}) == 2:
         old, new = (f"{key} = {as_text(into.values[key])}" for key in reversed([*given]))
-        into.problems.append(f"{old} says otherwise than {new}; take one of them out")
+        into.problems.append(f"{old} contradicts {new}; remove one of them")
     if not given:
         into.imply(_STAGE, 3, "FSDP's, where no strategy is given: everything is sharded")
     for key in given:

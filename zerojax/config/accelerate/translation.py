@@ -68,8 +68,8 @@ class Translation:
             target[name] = value
         elif value != "auto" and _checked(path, existing) != _checked(path, value):
             self.problems.append(
-                f"{key} = {as_text(self.values[key])} says otherwise than {path} = "
-                f"{as_text(existing)} in {self.file}; take one of them out"
+                f"{key} = {as_text(self.values[key])} contradicts {path} = "
+                f"{as_text(existing)} in {self.file}; remove one of them"
             )
             return False
         return True

@@ -87,7 +87,8 @@ def unknown_key(section: str, name: str, names_by_section: Mapping[str, list[str
     if name == "max_grad_norm":
         return f"{path}: unknown key; use `gradient_clipping` at the top level"
     known = [f"{s}.{n}" if s else n for s, names in names_by_section.items() for n in names]
-    if (f"{section}.{name}" if section else name) in known:
+    full = f"{section}.{name}" if section else name
+    if full in known:
         outer, _, inner = name.partition(".")
         return f'{path}: sections are objects; write {{"{outer}": {{"{inner}": ...}}}}'
     siblings = names_by_section[section]
@@ -96,10 +97,12 @@ def unknown_key(section: str, name: str, names_by_section: Mapping[str, list[str
         for outer, types in NAMED_TYPES.items()
         if any(name in params for params in types.values()) and outer in known
     }
+    elsewhere.discard(full)  # it may be a parameter of another type
     plurals = {f"{name}s", name.removesuffix("s")} & {*siblings} - {name}
     if 0 < len(elsewhere) <= 3 and not plurals:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(sorted(elsewhere))}`"
-    known_here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
+    lists = len(siblings) <= 8 or section.endswith(".params")
+    known_here = f" (known here: {', '.join(siblings)})" if lists else ""
     if guess := closest(name, siblings):
         guess = f"{section}.{guess}" if section else guess
     else:

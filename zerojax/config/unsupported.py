@@ -155,7 +155,7 @@ _OFF_SECTIONS = {
 def _switch(value: object) -> object:
     """Returns the `enabled` of a section, without which the section is off."""
     on = value.get("enabled", False) if isinstance(value, dict) else value
-    return False if on in ("auto", None) else on
+    return False if on == "auto" else on
 
 
 _SWITCH = ValueKind(

@@ -4,38 +4,30 @@ from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
 from zerojax.config.autotuning import AutotuningConfig
-from zerojax.config.kinds import COUNT, FLAG, SIZE, TEXT, choice
+from zerojax.config.kinds import COUNT, FLAG, SIZE, TEXT
 from zerojax.config.named import OptimizerConfig, SchedulerConfig
 from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
-
-_UNROLLING = choice(
-    *(
-        f"WHILE_LOOP_UNROLLING_{name}"
-        for name in ("NO_UNROLL", "DOUBLE_BUFFER", "FULL_UNROLL", "AUTO_UNROLL")
-    )
-)
-_MEMORY = choice(*(f"COLLECTIVES_{name}_MEMORY" for name in ("PRIVATE", "PEER", "SYMMETRIC")))
 
 
 class XlaOptions(TypedDict, total=False):
     """Options of XLA's GPU compiler for the step, by XLA's names, with the kind of their values:
     the section `xla`. None is zerojax's choice.
 
-    Some versions of XLA lack some of them: :func:`zerojax.xla.compiler.options` refuses these by
-    name.
+    Some versions of XLA lack some of them, or some of their values:
+    :func:`zerojax.xla.compiler.options` refuses these by name.
     """
 
     xla_gpu_enable_latency_hiding_scheduler: Annotated[bool | None, FLAG]
     xla_gpu_all_gather_combine_threshold_bytes: Annotated[int | None, SIZE]
     xla_gpu_reduce_scatter_combine_threshold_bytes: Annotated[int | None, SIZE]
     xla_gpu_all_reduce_combine_threshold_bytes: Annotated[int | None, SIZE]
-    xla_gpu_enable_while_loop_unrolling: Annotated[str | None, _UNROLLING]
+    xla_gpu_enable_while_loop_unrolling: Annotated[str | None, TEXT]
     xla_gpu_experimental_parallel_collective_overlap_limit: Annotated[int | None, COUNT]
     xla_gpu_experimental_parallel_scale_up_collective_overlap_limit: Annotated[int | None, COUNT]
     xla_gpu_experimental_enable_nccl_symmetric_buffers: Annotated[bool | None, FLAG]
     # Separated by commas; with an empty text XLA may rematerialize.
     xla_disable_hlo_passes: Annotated[str | None, TEXT]
-    xla_gpu_all_gather_mode: Annotated[str | None, _MEMORY]
+    xla_gpu_all_gather_mode: Annotated[str | None, TEXT]
 
 
 class Keywords(XlaOptions, total=False):

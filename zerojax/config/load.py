@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax.config.accelerate import Translation, is_accelerate, translate, without
+from zerojax.config.accelerate import Translation, is_accelerate, translate
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.check import check_keys
 from zerojax.config.errors import ConfigError
@@ -178,7 +178,7 @@ class ConfigReading:
         self.yaml = yaml
         self.notes = yaml.notes(self.notes)
         self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
-        self.raw = yaml.of_file if yaml.file else without(self.raw, yaml.said_or_implied)
+        self.raw = yaml.of_file
         self.given = dict(_leaves(self.raw, "", self.keys))
         if yaml.file:
             self.source += f" (deepspeed_config_file: {yaml.file})"

@@ -11,13 +11,6 @@ from zerojax.config.row import ZERO, Key, check_fields, keys_of, setting
 _Values = Mapping[str, object]
 
 
-class Switch(NamedTuple):
-    """The key of a JSON that turns a section on or off, and the fields that it sets; None: off."""
-
-    key: str
-    sets: dict[str, object] | None
-
-
 class Section:
     """A base class for dataclasses whose fields are the keys of a section, made by `setting`.
 
@@ -47,14 +40,17 @@ class Section:
         yield from keys_of(cls, f"{path}.").values()
 
     @classmethod
-    def switched(cls, path: str, values: _Values, given: _Values) -> Switch:
-        """Returns whether a JSON turns the section on.
+    def switched(
+        cls, path: str, values: _Values, given: _Values
+    ) -> tuple[str, dict[str, object] | None]:
+        """Returns the key of a JSON that turns the section on or off, and the fields that it sets;
+        None if the section is off.
 
         Raises:
           ConfigError: Two keys of the JSON contradict each other.
         """
         key = f"{path}.enabled"
-        return Switch(key, {} if values.get(key) else None)
+        return key, {} if values.get(key) else None
 
     @classmethod
     def read(cls, path: str, values: _Values, given: _Values) -> tuple[str, Self | None]:
@@ -169,7 +165,7 @@ class _Offload(Section):
     @classmethod
     def switched(
         cls, path: str, values: Mapping[str, object], given: Mapping[str, object]
-    ) -> Switch:
+    ) -> tuple[str, dict[str, object] | None]:
         """Returns the device of the section, also from the deprecated flags."""
         key = f"{path}.device"
         device = values.get(key, "none" if given.get(key) == "auto" else None)
@@ -183,7 +179,7 @@ class _Offload(Section):
                 )
             if device is None:
                 key, device = old, implied
-        return Switch(key, None if device in (None, "none") else {"device": device})
+        return key, None if device in (None, "none") else {"device": device}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,43 +30,37 @@ def fsdp(into: Translation) -> None:
     if not given:
         into.imply(_STAGE, 3, "FSDP's, where no strategy is given: everything is sharded")
     for key in given:
-        into.put(key, _STAGE, stage)
-        into.stands_for(key, _STAGE)
+        into.sets(key, {_STAGE: stage})
         if into.values[key].startswith("HYBRID"):
             _hybrid(into, key, stage)
     offload = f"{FSDP}.fsdp_offload_params"
     if into.values.get(offload):
         paths = (_OPTIMIZER, _PARAM) if stage == 3 else (_OPTIMIZER,)
-        for path in paths:
-            into.put(offload, path, "cpu")
-        into.stands_for(offload, *paths)
+        into.sets(offload, dict.fromkeys(paths, "cpu"))
     elif offload in into.values:
-        into.stands_for(offload, reason="false: everything stays on the accelerators")
+        into.note(offload, "false: everything stays on the accelerators", holds=False)
     remat = f"{FSDP}.fsdp_activation_checkpointing"
     if into.values.get(key := f"{remat}_offload") and not into.values.get(remat):
         into.problems.append(f"{key}: needs {remat}; set that to true, or this to false")
     elif key in into.values:
-        into.put(key, _CPU_CHECKPOINTING, into.values[key])
-        into.stands_for(key, _CPU_CHECKPOINTING)
+        into.sets(key, {_CPU_CHECKPOINTING: into.values[key]})
 
 
 def _hybrid(into: Translation, key: str, stage: int) -> None:
     """Sets a shard group for each machine, as FSDP does, unless dp_replicate_size sets groups."""
     size, machines = into.values.get("num_processes", -1), into.values.get("num_machines", 1)
     if into.values.get(_REPLICATE, 1) > 1 or machines == 1:
-        into.stands_for(
-            key, _STAGE, reason=f"stage {stage}" + ", one machine: one group" * (machines == 1)
-        )
+        one_group = ", one machine: one group" * (machines == 1)
+        into.sets(key, {_STAGE: stage}, f"stage {stage}{one_group}")
     elif size < 1 or size % machines:
         into.problems.append(
             f"{key} = {as_text(into.values[key])} needs num_processes, a multiple of num_machines "
             f"{machines}, for its groups; got {size}"
         )
     else:
-        group_size = size // machines
-        into.put(key, _GROUP, group_size)
-        reason = f"stage {stage} in groups of num_processes / num_machines = {group_size}"
-        into.stands_for(key, _GROUP, _STAGE, reason=reason)
+        group = size // machines
+        reason = f"stage {stage} in groups of num_processes / num_machines = {group}"
+        into.sets(key, {_GROUP: group, _STAGE: stage}, reason)
 
 
 def parallelism(into: Translation, kind: str) -> None:
@@ -88,16 +82,14 @@ def parallelism(into: Translation, kind: str) -> None:
     first_key, total = next(iter(sizes)), math.prod(sizes.values())
     processes = into.values.get("num_processes", -1)
     if processes > 0 and total != processes:
-        product = " x ".join(
-            f"{key.removeprefix(f'{PARALLELISM}.')} {n}" for key, n in sizes.items()
-        )
+        product = " x ".join(f"{key.partition('.')[2]} {n}" for key, n in sizes.items())
         into.problems.append(
             f"{first_key}: {product} is {total}, and num_processes is {processes}; change one of "
             "them"
         )
     for key in (_REPLICATE, _SHARD):
         if key in into.values:
-            into.stands_for(key, reason="the batch is spread over all devices")
+            into.note(key, "the batch is spread over all devices", holds=into.values[key])
     if shards > 1 and kind not in ("FSDP", "DEEPSPEED"):
         into.refuse(_SHARD, f"distributed_type {kind} shards nothing; set that to FSDP")
     elif shards == 1 < replicas and kind == "FSDP":
@@ -108,5 +100,4 @@ def parallelism(into: Translation, kind: str) -> None:
         if kind == "DEEPSPEED":
             into.refuse(_SHARD, f"DeepSpeed's groups are {_GROUP} of its JSON; write it there")
         else:
-            into.put(_SHARD, _GROUP, shards)
-            into.stands_for(_SHARD, _GROUP)
+            into.sets(_SHARD, {_GROUP: shards})

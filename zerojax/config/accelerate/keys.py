@@ -189,13 +189,9 @@ _WRITTEN = {
     "rdzv_backend": "static",
     "same_network": True,
     "main_training_function": "main",
-    "enable_cpu_affinity": False,
-    "debug": False,
     "downcast_bf16": "no",
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
 }
-"""The values of keys without effect that `accelerate config` writes into every file."""
+"""The values, but false, of keys without effect that `accelerate config` writes into every file."""
 
 _OFF: dict[str, dict[str, object]] = {
     'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it': {
@@ -216,7 +212,7 @@ def _rows() -> Iterator[Key]:
     yield from _TRANSLATED
     yield from without_effect("left to XLA", _LEFT_TO_XLA)
     for key in without_effect("no effect", _NO_EFFECT):
-        yield replace(key, default=_WRITTEN.get(key.path))
+        yield replace(key, default=_WRITTEN.get(key.path, False))
     for key in off_only(_OFF):
         yield replace(key, kind=_before(key.kind, _number))
 

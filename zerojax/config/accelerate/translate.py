@@ -8,7 +8,7 @@ from zerojax.config.accelerate.fsdp import fsdp, parallelism
 from zerojax.config.accelerate.keys import BECOMES, DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
 from zerojax.config.accelerate.translation import Translation
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.json_file import JsonConfig, plain, read_json
+from zerojax.config.json_file import plain, read_json
 from zerojax.config.keys import rename
 from zerojax.config.row import ZERO
 
@@ -142,20 +142,16 @@ def _precision(into: Translation, kind: str) -> None:
         for name in (("bf16", "fp16") if dtype == "fp16" else ("fp16", "bf16"))
         if name == dtype or name in into.raw
     }
-    if not all(into.put(key, path, on) for path, on in switches.items()):
-        return
-    paths: dict[str, object] = {}
+    sets: dict[str, object] = {**switches}
     if cast:
-        paths["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
+        sets["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
         why.append("float leaves of the batch are cast too")
     if dtype == "fp16" and kind != "DEEPSPEED":
-        paths |= {f"fp16.{name}": value for name, value in _SCALER.items()}
+        sets |= {f"fp16.{name}": value for name, value in _SCALER.items()}
         why.append("the scale is that of torch's GradScaler")
-    for path, value in paths.items():
-        into.put(key, path, value)
     if dtype == "bf16" and kind != "DEEPSPEED":
         into.imply("bf16.check_grad_overflow", False, "as torch: no update is skipped in bf16")
-    into.stands_for(key, *paths, *switches, reason="; ".join(why))
+    into.sets(key, sets, "; ".join(why))
 
 
 def _deepspeed(into: Translation, folder: Path) -> None:
@@ -174,27 +170,21 @@ def _deepspeed(into: Translation, folder: Path) -> None:
     if given := into.values.get(_FILE):
         file = _find_file(Path(given), folder)
         into.file = str(file)
-        into.raw, problems = _read(file)
+        try:
+            into.raw, problems = read_json(file)
+        except ConfigError as error:
+            raise ConfigError(f"{_FILE}: {file}: {each}" for each in error.problems) from None
         into.problems += problems + list(rename(into.raw))
         into.of_file = plain(into.raw)
-        into.stands_for(_FILE, reason=f"its keys follow: {file}")
+        into.note(_FILE, f"its keys follow: {file}", holds=given)
     for key, path in BECOMES.items():
         if (value := into.values.get(key)) is not None:
-            into.put(key, path, value)
-            into.stands_for(key, path)
+            into.sets(key, {path: value})
     if into.file:
         return
     into.names = {path: key for key, path in BECOMES.items()}
     if (stage := f"{ZERO}.stage") not in into.said:
         into.imply(stage, _DEFAULT_STAGE, "Accelerate's, where zero_stage is not given")
-
-
-def _read(path: Path) -> JsonConfig:
-    try:
-        return read_json(path)
-    except ConfigError as error:
-        problems = (f"{_FILE}: {path}: {problem}" for problem in error.problems)
-        raise ConfigError(problems) from None
 
 
 def _find_file(given: Path, folder: Path) -> Path:

@@ -25,7 +25,7 @@ class Translation:
       values: The YAML's valid values by current name.
       raw: The JSON, in plain dicts.
       file: The path of the JSON that the YAML names; "" for none.
-      of_file: The original contents of that JSON.
+      of_file: The original contents of that JSON; without one, the keys that are left open.
       judged: Notes on the valid keys, by current name; without a reason, the note of the first key
         of the JSON that the key sets supplies treatment and reason.
       names: YAML keys that can set a JSON key, by the JSON key, for messages.
@@ -45,14 +45,22 @@ class Translation:
     # of_file's values for keys of both files
     _both: dict[str, object] = field(default_factory=dict)
 
-    def put(self, key: str, path: str, value: object) -> bool:
-        """Sets `path` of the JSON from `key` of the YAML, unless the JSON's file sets a value.
+    def sets(self, key: str, values: Mapping[str, object], reason: str = "") -> None:
+        """Translates a key of the YAML into keys of the JSON.
 
-        If one of the two values is "auto", the other wins. Two values that differ are a problem.
+        If the JSON's file has a value too, and one of the two is "auto", the other wins. Two values
+        that differ are a problem, of which there is one for a key.
 
-        Returns:
-          Whether the two values agree.
+        Args:
+          key: The key of the YAML.
+          values: The values that it stands for, by dotted key of the JSON.
+          reason: Its effect; "" for that of the first key of the JSON.
         """
+        if all(self._put(key, path, value) for path, value in values.items()):
+            self.note(key, reason, holds=self.values[key], sets=(*values,))
+
+    def _put(self, key: str, path: str, value: object) -> bool:
+        """Sets a key of the JSON; returns whether the JSON's file agrees."""
         *sections, name = path.split(".")
         target = self.raw
         for section in sections:
@@ -74,10 +82,6 @@ class Translation:
             return False
         return True
 
-    def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
-        """Records that a key of the YAML is translated into these keys of the JSON."""
-        self.note(key, reason, holds=self.values[key], sets=paths)
-
     def note(
         self,
         key: str,
@@ -91,7 +95,7 @@ class Translation:
 
     def imply(self, path: str, value: object, reason: str) -> None:
         """Sets a key of the JSON to Accelerate's default, since no key of the YAML sets it."""
-        self.put("", path, value)
+        self._put("", path, value)
         self.implied[path] = reason
 
     def leave_open(self, auto: Mapping[str, object]) -> None:
@@ -102,7 +106,7 @@ class Translation:
         """
         for path in () if self.file else _PROGRAM_KEYS:
             if path in auto and (path not in self.raw or path in self.implied):
-                self.raw[path] = "auto"
+                self.raw[path] = self.of_file[path] = "auto"
                 self.implied.pop(path, None)
 
     def refuse(self, key: str, why: str) -> None:
@@ -166,26 +170,3 @@ def _checked(path: str, value: object) -> object:
         return JSON_KEYS[path].kind.check(value)
     except ConfigError:
         return value
-
-
-def without(
-    raw: Mapping[str, object], paths: Iterable[str], section: str = ""
-) -> dict[str, object]:
-    """Returns a copy of a JSON without some keys and without sections that this leaves empty.
-
-    Example:
-      >>> without({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, ["fp16.enabled"])
-      {'zero_optimization': {'stage': 2}}
-    """
-    paths = frozenset(paths)
-    kept: dict[str, object] = {}
-    for name, value in raw.items():
-        path = f"{section}{name}"
-        if path in paths:
-            continue
-        if isinstance(value, Mapping) and any(other.startswith(f"{path}.") for other in paths):
-            value = without(value, paths, f"{path}.")
-            if not value:
-                continue
-        kept[name] = value
-    return kept

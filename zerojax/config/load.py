@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerojax.config.accelerate import Translation, is_accelerate, translate
 from zerojax.config.auto import resolve_autos, stand_in
@@ -100,28 +100,21 @@ def as_json(
     return JsonConfig(raw, repeated + (yaml.problems if yaml else []))
 
 
-class _Source(NamedTuple):
-    """A DeepSpeed JSON, problems of its repeated keys, and the translation if it came from YAML."""
-
-    raw: dict[str, Any]
-    repeated: list[str]
-    yaml: Translation | None
-
-
 def _source(
     config: str | os.PathLike[str] | Mapping[str, object], auto: Mapping[str, object] | None
-) -> _Source:
+) -> tuple[dict[str, Any], list[str], Translation | None]:
+    """Returns a DeepSpeed JSON, problems of its repeated keys, and the translation from YAML."""
     raw, repeated = read_json(config)
     path = source_of(config)
     if not path.endswith(ENDINGS) and not is_accelerate(raw):
-        return _Source(raw, repeated, None)
+        return raw, repeated, None
     try:
         yaml = translate(raw, Path(path).parent)
     except ConfigError as error:
         raise ConfigError(error.problems, path) from None
     if isinstance(auto, Mapping):
         yaml.leave_open(auto)
-    return _Source(yaml.raw, repeated, yaml)
+    return yaml.raw, repeated, yaml
 
 
 class ConfigReading:

@@ -118,13 +118,13 @@ class Settings:
         auto=f"0: nothing stays gathered; {FIT} writes as many as fit, where they pay",
     )
     stage3_max_reuse_distance: int | None = setting(
-        _Z, k.optional(k.SIZE), None, "elements between uses of a gathered one; null: no limit"
+        _Z, k.optional(k.SIZE), None, "the most elements used before a gathered one's next use"
     )
     stage3_gather_16bit_weights_on_model_save: bool = setting(
         _Z, k.FLAG, False, "true: `python -m zerojax export` writes 16-bit weights, at every stage"
     )
     overlap_comm: bool | None = setting(
-        _Z, k.optional(k.FLAG), None, "false: no prefetch, as XLA schedules it; null is true"
+        _Z, k.optional(k.FLAG), None, "false: no prefetching, XLA's own schedule; null is true"
     )
     mics_shard_size: int = setting(
         _Z, k.GROUP, -1, "devices that share one copy of the state, sharded over them; -1: all"
@@ -137,7 +137,7 @@ class Settings:
         "mesh decides",
     )
     zero_hpz_partition_size: int = setting(
-        _Z, k.NON_NEGATIVE, 1, "devices of a host that keep a second shard of parameters; 1: off"
+        _Z, k.NON_NEGATIVE, 1, "GPUs of a host, within which parameters are gathered again; 1: off"
     )
     zero_quantized_weights: bool = setting(
         _Z, k.FLAG, False, "true: parameters are gathered in 8-bit blocks (qwZ): numbers change"
@@ -174,7 +174,7 @@ class Settings:
         _REMAT, k.FLAG, False, "true: what rematerialised blocks of a scan keep is in host memory"
     )
     partition_activations: bool = setting(
-        _REMAT, k.FLAG, False, "true: refuses meshes on which residuals are not cut with the batch"
+        _REMAT, k.FLAG, False, "true: an error where residuals are not sharded with the batch"
     )
     xla: Mapping[str, bool | int | str] = FrozenParams()
     optimizer: OptimizerConfig | None = None

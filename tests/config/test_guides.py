@@ -96,7 +96,7 @@ def test_a_config_may_name_its_schema():
     held = json.loads((CONFIGS / "schema/config.json").read_text())
     assert held == schema(), "python -m zerojax.config.schema > configs/schema/config.json"
     zero = held["properties"]["zero_optimization"]["properties"]
-    assert zero.keys() >= {*guides.AXOLOTL_ZERO_3["zero_optimization"], "offload_param"}
+    assert zero.keys() >= guides.AXOLOTL_ZERO_3["zero_optimization"].keys()
     assert "$schema" in json.loads((CONFIGS / "zero3.json").read_text())
     assert load({"$schema": "a.json"}).notes == load({}).notes
     assert explain({"$schema": "a.json"}) == explain({})

@@ -38,6 +38,4 @@ def test_a_type_checker_finds_wrong_ones() -> None:
         zerojax.zero(stag=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="stage"):
         zerojax.zero(stage="three")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="xla_gpu_all_gather_mode: expected a string"):
-        zerojax.zero(xla_gpu_all_gather_mode=3)  # type: ignore[arg-type]
     zerojax.zero(stage=3, bf16=True, offload_optimizer="cpu", offload_param={"device": "cpu"})

@@ -40,6 +40,9 @@ def test_options_that_xla_lacks_are_refused(name: str) -> None:
     else:
         with pytest.raises(ConfigError, match=rf"^xla\.{name}: the XLA of jax .* leave it out"):
             options(gpus, chosen)
+    if name in ("xla_gpu_enable_while_loop_unrolling", "xla_gpu_all_gather_mode"):
+        with pytest.raises(ConfigError, match=f"^xla\\.{name}: .* with the value 'no such word'"):
+            options(gpus, {name: "no such word"})
 
 
 def test_what_xla_would_not_take() -> None:
@@ -52,8 +55,7 @@ def test_the_configs_options_go_before_ours() -> None:
     config = load({"xla": KNOWN})
     assert config.xla_options == KNOWN
     assert ZeroConfig().xla_options == {}
-    cpus: Any = zerojax.mesh()
-    assert options(cpus, KNOWN) == options(cpus)  # which has none for GPUs
+    assert options(zerojax.mesh(), KNOWN) == options(zerojax.mesh())  # which has none for GPUs
     gpus: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")] * 8))
     ours = options(gpus, layer=1 << 28)
     assert ours is not None

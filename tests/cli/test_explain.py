@@ -61,7 +61,7 @@ def test_json_says_the_same(path):
         "given": "auto",
         "resolved": 1.0,
         "became": "resolved",
-        "why": "DeepSpeed's default, 1.0",
+        "why": "the default, 1.0",
     }
     assert "given" not in rows["scheduler.params.warmup_num_steps"]
 
@@ -118,7 +118,7 @@ def test_accelerates_yaml(tmp_path):
     path.write_text("distributed_type: FSDP\nmixed_precision: no\nfsdp_config: {sharding: 1}\n")
     result = run(path)
     assert result.exit_code == 2
-    assert "fsdp_config.sharding: unknown key; did you mean" in result.output
+    assert "fsdp_config.fsdp_sharding: unknown key; did you mean" in result.output
     path.write_text("distributed_type: FSDP\nnum_processes: 8\ntpu_name: 2026-01-01\n")
     result = run(path, "--json")
     assert result.exit_code == 0

@@ -47,7 +47,7 @@ def test_what_cannot_be_resolved_says_how():
     ("auto", "says"),
     [
         ({"gradient_clipping": 1.0}, 'auto: "gradient_clipping" is not "auto" in the config'),
-        ({"xyzzy": 3}, f'"auto" stands at: {STEPS}, bf16.enabled'),
+        ({"xyzzy": 3}, f'"auto" is at: {STEPS}, bf16.enabled'),
         ({STEPS: -3}, f"{STEPS}: expected an integer of at least 1, got -3"),
     ],
 )

@@ -76,7 +76,7 @@ def test_min_loss_scale_above_the_initial_scale():
         (
             "scheduler",
             {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}},
-            "scheduler.params.total_num_steps: WarmupDecayLR needs it",
+            "scheduler.params.total_num_steps: missing; expected an integer",
         ),
     ],
 )

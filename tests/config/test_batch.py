@@ -53,22 +53,22 @@ def test_the_error_names_settings_that_would_do():
     with pytest.raises(ConfigError) as caught:
         config(64, 4, 3).batch(8)
     text = str(caught.value)
-    assert "train_batch_size 64 = train_micro_batch_size_per_gpu 4 *" in text
+    assert "train_batch_size = 64 is not train_micro_batch_size_per_gpu 4 *" in text
     assert "gradient_accumulation_steps 3 * 8 devices" in text
     assert "train_batch_size 96" in text
     assert "or gradient_accumulation_steps 2" in text
     with pytest.raises(ConfigError, match="train_batch_size 8 or 16"):
         config(10).batch(8)
-    with pytest.raises(ConfigError, match=r"these would do: train_batch_size 8$"):
+    with pytest.raises(ConfigError, match=r"use train_batch_size 8$"):
         config(3).batch(8)
 
 
 def test_sizes_in_pipeline_stages():
     """On 8 devices in 4 stages, all of which share the rows."""
     assert config(64, None, 8).batch(2, stages=4) == (64, 4, 8)
-    with pytest.raises(ConfigError, match=r"devices of each of 4 .*: train_batch_size 16 or 32$"):
+    with pytest.raises(ConfigError, match=r"of each of 4 .* use train_batch_size 16 or 32$"):
         config(20, None, 8).batch(2, stages=4)
-    with pytest.raises(ConfigError, match=r"these would do: train_batch_size 8, or 12 devices$"):
+    with pytest.raises(ConfigError, match=r"use train_batch_size 8, or 12 devices$"):
         config(12, 1, 4).batch(2, stages=4)
-    with pytest.raises(ConfigError, match=r"8 devices of 4 .* do not divide .* a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"divide among the 8 devices of 4 .* a multiple of 4"):
         config(None, 1, 2).batch(2, stages=4)

@@ -98,7 +98,7 @@ def test_the_batch_is_solved_for_the_devices():
     assert problems == ()
     assert "train_micro_batch_size_per_gpu" not in rows_of(config)[0]
     rows, (problem,) = rows_of(config, devices=7)
-    assert problem.startswith("train_batch_size: the batch sizes do not multiply out")
+    assert problem.startswith("train_batch_size = 64 is not a multiple of 7 devices; use")
     assert rows["train_batch_size"].became == "wrong"
     assert rows_of({"train_batch_size": 64}, devices=1)[0]["train_batch_size"].resolved == 64
     assert "train_batch_size" not in rows_of({}, devices=8)[0]

@@ -49,9 +49,9 @@ def test_notes_do_not_make_configs_differ():
         ({"fp16": {"enabled": True}}, "fp16: expected true or false"),
         ({"comet": {}}, "comet: not supported: use tensorboard, csv_monitor or wandb"),
         ({"elasticity": {}}, "elasticity: not supported: JAX has no agent that changes the number"),
-        ({"zeropp_loco_param": {}}, "zeropp_loco_param: not supported: zerojax feeds no errors"),
+        ({"zeropp_loco_param": {}}, "zeropp_loco_param: not supported: no error is fed back"),
         ({"csv_monitor": "logs"}, "csv_monitor: expected MonitorConfig, a mapping"),
-        ({"csv_monitor": {"jobname": "a"}}, "did you mean `job_name`?"),
+        ({"csv_monitor": {"jobname": "a"}}, "did you mean `csv_monitor.job_name`?"),
         ({"zero_optimization": {}}, "pass the complete config as a dict"),
     ],
 )

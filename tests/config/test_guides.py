@@ -8,6 +8,9 @@ import pytest
 
 from zerojax.config import ConfigError, MonitorConfig, OffloadOptimizer, load
 from zerojax.config.explain import explain
+from zerojax.config.schema import schema, table
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("name", guides.LOAD)
@@ -85,6 +88,18 @@ def test_offload_is_where_the_guide_puts_it(name):
     rows, problems = explain(guide)
     assert not problems
     assert {row.became for row in rows if row.key.endswith(".pin_memory")} <= {"no effect"}
+
+
+def test_a_config_may_name_its_schema():
+    page = (CONFIGS.parent / "docs/configuration.md").read_text()
+    assert table() in page, "python -m zerojax.config.schema table"
+    held = json.loads((CONFIGS / "schema/config.json").read_text())
+    assert held == schema(), "python -m zerojax.config.schema > configs/schema/config.json"
+    zero = held["properties"]["zero_optimization"]["properties"]
+    assert zero.keys() >= guides.AXOLOTL_ZERO_3["zero_optimization"].keys()
+    assert "$schema" in json.loads((CONFIGS / "zero3.json").read_text())
+    assert load({"$schema": "a.json"}).notes == load({}).notes
+    assert explain({"$schema": "a.json"}) == explain({})
 
 
 # Files as popular guides print them, where the workplace has them.

@@ -58,7 +58,7 @@ def test_bare_words(file):
 
 def test_a_key_that_stands_twice(file):
     text = '{"bf16": {"enabled": true, // yes\n "enabled": false}}'
-    with pytest.raises(ConfigError, match=r"bf16\.enabled: stands there more than once"):
+    with pytest.raises(ConfigError, match=r"bf16\.enabled: is set twice"):
         load(file(text))
 
 

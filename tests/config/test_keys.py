@@ -4,8 +4,7 @@ import pytest
 
 from zerojax.config import ConfigError, load
 from zerojax.config.keys import KEYS, renamed
-from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.named import known_types
+from zerojax.config.named_types import NAMED_TYPES, known_types
 
 TOP = """
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from config.test_xla_options import VALUES as XLA_OPTIONS
 
 from zerojax.config import (
     MonitorConfig,
@@ -15,53 +16,47 @@ from zerojax.config import (
     load,
 )
 from zerojax.config.autotuning import AutotuningConfig
-from zerojax.config.keys import BY_FIELD
+from zerojax.config.settings import BY_FIELD
 
 # Each field: the JSON that sets it, and its value from keywords and typed.
 FIELDS = {
-    "stage": ({"zero_optimization": {"stage": 3}}, 3),
     "bf16": ({"bf16": {"enabled": True, "check_grad_overflow": False}}, True),
     "fp16": ({"fp16": {"enabled": True}}, True),
-    "auto_cast": ({"fp16": {"auto_cast": True}}, True),
-    "loss_scale": ({"fp16": {"loss_scale": 128}}, 128.0),
-    "initial_scale_power": ({"fp16": {"initial_scale_power": 8}}, 8),
-    "loss_scale_window": ({"fp16": {"loss_scale_window": 50}}, 50),
-    "hysteresis": ({"fp16": {"hysteresis": 1}}, 1),
-    "consecutive_hysteresis": ({"fp16": {"consecutive_hysteresis": True}}, True),
-    "min_loss_scale": ({"fp16": {"min_loss_scale": 4}}, 4.0),
-    "raise_error_at_min_scale": ({"fp16": {"raise_error_at_min_scale": False}}, False),
+    **{
+        name: ({"fp16": {name: value}}, value)
+        for name, value in {
+            "auto_cast": True,
+            "loss_scale": 128.0,
+            "initial_scale_power": 8,
+            "loss_scale_window": 50,
+            "hysteresis": 1,
+            "consecutive_hysteresis": True,
+            "min_loss_scale": 4.0,
+            "raise_error_at_min_scale": False,
+        }.items()
+    },
     "check_grad_overflow": ({"bf16": {"check_grad_overflow": True}}, True),
     "check_finite": ({"check_finite": True}, True),
     "accumulate_statistics": ({"accumulate_statistics": True}, True),
-    "compute_grad_norm": ({"zero_optimization": {"compute_grad_norm": False}}, False),
     "gradient_clipping": ({"gradient_clipping": 0.5}, 0.5),
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, 4),
     "train_batch_size": ({"train_batch_size": 64}, 64),
     "train_micro_batch_size_per_gpu": ({"train_micro_batch_size_per_gpu": 2}, 2),
     "grad_accum_dtype": ({"data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
-    "stage3_param_persistence_threshold": (
-        {"zero_optimization": {"stage3_param_persistence_threshold": 8}},
-        8,
-    ),
-    "stage3_max_live_parameters": (
-        {"zero_optimization": {"stage3_max_live_parameters": 1e9}},
-        1_000_000_000,
-    ),
-    "stage3_max_reuse_distance": (
-        {"zero_optimization": {"stage3_max_reuse_distance": 1e9}},
-        1_000_000_000,
-    ),
-    "stage3_gather_16bit_weights_on_model_save": (
-        {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
-        True,
-    ),
-    "overlap_comm": ({"zero_optimization": {"overlap_comm": False}}, False),
     "pipeline_stages": ({"pipeline": {"stages": 4}}, 4),
-    "mics_shard_size": ({"zero_optimization": {"mics_shard_size": 4}}, 4),
-    "zero_hpz_partition_size": ({"zero_optimization": {"zero_hpz_partition_size": 8}}, 8),
     **{
         name: ({"zero_optimization": {name: value}}, value)
         for name, value in {
+            "stage": 3,
+            "compute_grad_norm": False,
+            "stage3_param_persistence_threshold": 8,
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "overlap_comm": False,
+            "mics_shard_size": 4,
+            "zero_hpz_partition_size": 8,
+            "sub_group_size": 1e6,
             "zero_quantized_weights": True,
             "zero_quantized_nontrainable_weights": True,
             "zero_quantized_weights_dtype": "float8_e4m3fn",
@@ -82,24 +77,9 @@ FIELDS = {
         },
         OffloadParam(device="nvme", nvme_path="/disk", max_in_cpu=1_000_000),
     ),
-    "sub_group_size": ({"zero_optimization": {"sub_group_size": 1e6}}, 1_000_000),
     "partition_activations": ({"activation_checkpointing": {"partition_activations": True}}, True),
     "cpu_checkpointing": ({"activation_checkpointing": {"cpu_checkpointing": True}}, True),
-    **{
-        name: ({"xla": {name: value}}, value)
-        for name, value in {
-            "xla_gpu_enable_latency_hiding_scheduler": True,
-            "xla_gpu_all_gather_combine_threshold_bytes": 1 << 27,
-            "xla_gpu_reduce_scatter_combine_threshold_bytes": 1 << 27,
-            "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
-            "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
-            "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-            "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
-            "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
-            "xla_disable_hlo_passes": "rematerialization",
-            "xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
-        }.items()
-    },
+    "xla": ({"xla": XLA_OPTIONS}, XLA_OPTIONS),
     "optimizer": (
         {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.95]}}},
         OptimizerConfig(type="Lion", params={"betas": (0.9, 0.95)}),
@@ -156,6 +136,15 @@ def test_three_ways_to_say_it(name):
     assert load({**QUIET, **json, "zero_optimization": zero | beside}) == typed
     assert ZeroConfig.from_keywords(**{name: value}, **beside) == typed
     assert ZeroConfig.from_keywords(**{name: mapping}, **beside) == typed
+
+
+def test_an_option_of_xla_may_be_a_keyword():
+    for name, value in XLA_OPTIONS.items():
+        config = ZeroConfig.from_keywords(**{name: value})
+        assert (
+            config == ZeroConfig(xla={name: value}) == ZeroConfig.from_keywords(xla={name: value})
+        )
+        assert config.xla_options == {name: value}
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "csv_monitor", "wandb"])

@@ -181,7 +181,7 @@ def test_a_mask_without_decay_is_reported():
         ("AdamW", {"betas": [0.9, 1.0]}, "two numbers from 0 to below 1"),
         ("AdamW", {"lr": float("nan")}, "a finite number of at least 0"),
         ("Muon", {"per_head_muon": True}, "leave it out"),
-        ("Muon", {"ns_steps": 6}, "unknown parameter of Muon"),
+        ("Muon", {"ns_steps": 6}, "ns_steps: unknown key"),
         ("OneBitLamb", {}, 'write "Lamb"'),
     ],
 )

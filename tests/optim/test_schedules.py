@@ -147,10 +147,10 @@ def test_momentum_is_cycled_against_the_rate():
     [
         ({"type": "WarmupRL"}, 'did you mean "WarmupLR"'),
         ({"params": {}}, "scheduler.type: missing"),
-        ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, "did you mean `warmup_num_steps`"),
+        ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, "params.warmup_num_steps`"),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "at least 1, got 0"),
         ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, '"log", "linear"'),
-        ({"type": "WarmupDecayLR"}, "total_num_steps: WarmupDecayLR needs it"),
+        ({"type": "WarmupDecayLR"}, "total_num_steps: missing; expected an integer"),
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 3}}, "the step counter"),
         (
             {"type": "WarmupDecayLR", "params": {"total_num_steps": 2**31}},

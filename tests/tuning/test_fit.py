@@ -121,7 +121,7 @@ def test_devices_that_are_not_there_have_the_figures_of_their_kind(kind: str) ->
 def test_bad_input(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
-    with pytest.raises(ConfigError, match="more than once"):
+    with pytest.raises(ConfigError, match="is set twice"):
         zerojax.fit(path, small, rates=room(10**9))
     with pytest.raises(ValueError, match="network '50GB': write 400gb"):
         zerojax.fit(AUTO, small, rates=room(10**9), network="50GB")

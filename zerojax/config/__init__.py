@@ -4,12 +4,13 @@ Start with `load.load`: it takes a path, a mapping and values for "auto", and re
 `ZeroConfig` with a `Note` on each key, or raises a `ConfigError` with all problems. In reading
 order:
 
-- `keys`: the tables of all keys, which every other file of the room reads.
+- `settings`: every setting, with its key, kind, defaults and meaning; `sections`, `autotuning` and
+  `named` for those that are objects, `kinds` of values, `unsupported` for keys without effect,
+  `keys` for all of them, `schema` for editors.
 - `text_file`, `yaml_file`, `json_file`: a file as plain dicts. `accelerate`: YAML to JSON.
 - `load`: the checks of a JSON; `auto`: each "auto"; `together`: contradictions, and fields that
-  have no effect next to others; `notes`: the treatment of a key.
-- `frozen`: `ZeroConfig`, also from keywords; `sections`, `profiling`, `named`,
-  `batch`: its parts.
+  have no effect next to others.
+- `frozen`: `ZeroConfig`, also from keywords, which `keywords` types; `batch`: its batch sizes.
 - `explain`, `resolved`: tables of a config, whether or not it loads, and after it was loaded.
 """
 
@@ -19,7 +20,7 @@ from zerojax.config.frozen import ZeroConfig as ZeroConfig
 from zerojax.config.load import load as load
 from zerojax.config.named import OptimizerConfig as OptimizerConfig
 from zerojax.config.named import SchedulerConfig as SchedulerConfig
-from zerojax.config.notes import Note as Note
+from zerojax.config.row import Note as Note
 from zerojax.config.sections import MonitorConfig as MonitorConfig
 from zerojax.config.sections import OffloadOptimizer as OffloadOptimizer
 from zerojax.config.sections import OffloadParam as OffloadParam

@@ -1,21 +1,16 @@
 """Resolution of each "auto" in a config: to the caller's value, to the default, or to a problem.
 
-`stand_in` runs first, with the caller's values; `resolve_autos` resolves each "auto" that is left,
-except those among `params`, which `zerojax.config.named.check_params` resolves.
+`stand_in` runs first, with the caller's values; `resolve_autos` resolves each "auto" that is left.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from zerojax.config.errors import as_text, closest, hint
-from zerojax.config.keys import KEYS, renamed
-from zerojax.config.keys.row import ZERO
-from zerojax.config.keys.training import FIT
-from zerojax.config.named import or_pass
-from zerojax.config.notes import Note
-from zerojax.config.sections import OFFLOAD
-
-_SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
+from zerojax.config.keys import renamed
+from zerojax.config.row import REQUIRED, ZERO, Key, Note
+from zerojax.config.sections import NULLABLE
+from zerojax.config.settings import FIT
 
 
 class StandIns(NamedTuple):
@@ -46,7 +41,7 @@ def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
     replaced: set[str] = set()
     problems = []
     listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
-    fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
+    fallback = f'"auto" is at: {listed}' if autos else 'nothing in it is "auto"'
     for key, value in auto.items():
         path = renamed(key) if isinstance(key, str) else ""
         if path in autos:
@@ -76,35 +71,43 @@ class AutoResolution(NamedTuple):
     problems: list[str]
 
 
-def resolve_autos(raw: dict[str, object]) -> AutoResolution:
-    """Removes each "auto" from a config, except among `params`, so that the defaults apply.
+def resolve_autos(raw: dict[str, object], keys: Mapping[str, Key]) -> AutoResolution:
+    """Removes each "auto" from a config, so that the defaults apply.
 
     Args:
       raw: The config, in plain dicts; changed in place.
+      keys: The known keys, by dotted path.
 
     Example:
+      >>> from zerojax.config.keys import KEYS
       >>> raw = {"gradient_clipping": "auto"}
-      >>> resolve_autos(raw).notes[0].holds, raw
+      >>> resolve_autos(raw, KEYS).notes[0].holds, raw
       (1.0, {})
     """
     resolved = AutoResolution([], [])
     for path, section in list(_autos(raw, "")):
-        key = KEYS.get(path)
-        if path in _SEARCHED:
+        key, name = keys.get(path), path.rpartition(".")[2]
+        or_pass = f'or pass it: auto={{"{path}": ...}}'
+        if path in NULLABLE:
             resolved.problems.append(
                 f'{path}: "auto" takes a search with the model: {FIT}; or write the object, '
-                "or take it out"
+                "or remove it"
             )
-        elif key is None:  # among `params`, or unknown
+        elif key is None:  # unknown
             continue
+        elif key.default is REQUIRED:
+            resolved.problems.append(f'{path}: "auto" cannot be resolved: {key.why}, {or_pass}')
         elif key.auto is None:
-            remedy = "write the value" if key.default is None else f"write {as_text(key.default)}"
-            fit = f", or let {FIT} choose" * (key.field == "stage")
+            fit = f", or let {FIT} choose" * (path == f"{ZERO}.stage")
             resolved.problems.append(
-                f'{path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(path)}'
+                f'{path}: "auto" cannot be resolved; write {as_text(key.default)}{fit}, {or_pass}'
             )
+        elif key.auto and key.kind.nullable:
+            resolved.notes.append(Note(path, "auto", "resolved", key.resolution))
+            section[name] = None
+            continue
         else:
             holds = None if key.treatment in ("left to XLA", "no effect") else key.default
-            resolved.notes.append(Note(path, "auto", "resolved", key.auto, holds))
-        del section[path.rpartition(".")[2]]
+            resolved.notes.append(Note(path, "auto", "resolved", key.resolution, holds))
+        del section[name]
     return resolved

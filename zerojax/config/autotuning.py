@@ -4,37 +4,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.config.keys.section import Section
+from zerojax.config.kinds import POSITIVE, choice, optional
+from zerojax.config.row import setting
+from zerojax.config.sections import Section
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutotuningConfig(Section):
     """The section `autotuning`: the bounds of the search for settings; off if absent.
 
-    Attributes:
-      metric: The measure that ranks choices: rows per second ("throughput", and "flops", which
-        gives the same order for one model), or the time of a step ("latency").
-      max_train_batch_size: The most rows of an update, over all devices; None for no bound.
-      min_train_batch_size: The fewest rows of an update, over all devices.
-      max_train_micro_batch_size_per_gpu: The most rows of one device in one micro-batch.
-      min_train_micro_batch_size_per_gpu: The fewest rows of one device in one micro-batch.
-      num_tuning_micro_batch_sizes: The most micro-batch sizes that are compiled for each
-        combination of stage, remat and offload.
-
     Raises:
       ConfigError: A smallest size is above the largest.
     """
 
-    metric: Literal["throughput", "latency", "flops"] = "throughput"
-    max_train_batch_size: int | None = None
-    min_train_batch_size: int = 1
-    max_train_micro_batch_size_per_gpu: int = 1024
-    min_train_micro_batch_size_per_gpu: int = 1
-    num_tuning_micro_batch_sizes: int = 3
+    metric: Literal["throughput", "latency", "flops"] = setting(
+        "",
+        choice("throughput", "latency", "flops"),
+        "throughput",
+        "what fit ranks by: rows a second (as flops does, of one model), or a step's time",
+    )
+    max_train_batch_size: int | None = setting(
+        "", optional(POSITIVE), None, "the most rows of an update, over all devices"
+    )
+    min_train_batch_size: int = setting("", POSITIVE, 1, "the fewest rows of an update")
+    max_train_micro_batch_size_per_gpu: int = setting("", POSITIVE, 1024, "the largest micro-batch")
+    min_train_micro_batch_size_per_gpu: int = setting("", POSITIVE, 1, "the smallest micro-batch")
+    num_tuning_micro_batch_sizes: int = setting(
+        "", POSITIVE, 3, "micro-batches to compile for each stage, remat and offload, at most"
+    )
 
-    _section = "autotuning"
-
-    def _contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Iterator[str]:
+        """Yields a problem for each smallest size above the largest."""
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if high is not None and low > high:

@@ -24,20 +24,12 @@ class BatchSizes(NamedTuple):
     accumulation: int
 
 
-BATCH_SIZES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The JSON keys of the fields of `BatchSizes`, in the same order."""
 
 
 def solve(
-    train: int | None,
-    micro: int | None,
-    accumulation: int | None,
-    world: int,
-    stages: int = 1,
+    train: int | None, micro: int | None, accumulation: int | None, world: int, stages: int = 1
 ) -> BatchSizes:
     """Computes the missing sizes such that train = micro * accumulation * world.
 
@@ -80,9 +72,9 @@ def solve(
         raise ConfigError(_mismatch(train, micro, accumulation, world, stages))
     if sizes.train is not None and sizes.train % (world * stages):
         raise ConfigError(
-            f"the {world * stages} devices of {stages} pipeline stages share the rows of a batch, "
-            f"but do not divide train_batch_size {sizes.train} ({sizes.micro} in each of "
-            f"{sizes.accumulation} micro-batches on each of {world} devices of a stage): make "
+            f"train_batch_size = {sizes.train} ({sizes.micro} in each of {sizes.accumulation} "
+            f"micro-batches on each of {world} devices of a stage) does not divide among the "
+            f"{world * stages} devices of {stages} pipeline stages; make "
             f"gradient_accumulation_steps a multiple of {stages}"
         )
     return sizes
@@ -106,7 +98,7 @@ def devices_of_stage(devices: int, stages: int, words: str = "") -> int:
         fits = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ConfigError(
             f"{words or f'pipeline.stages = {stages}'} does not divide the {devices} data-parallel "
-            f"devices: take one of {fits}"
+            f"devices; use one of {fits}"
         )
     return devices // stages
 
@@ -135,14 +127,14 @@ def _mismatch(
             suggestions.append(f"train_micro_batch_size_per_gpu {train // (accumulation * world)}")
         if train % each == 0 and each % stages == 0:
             suggestions.append(f"{train // each * stages} devices")
+    factors = [f"{world} device{'s' if world > 1 else ''}"]
+    if accumulation:
+        factors.insert(0, f"gradient_accumulation_steps {accumulation}")
+    if micro:
+        factors.insert(0, f"train_micro_batch_size_per_gpu {micro}")
+    relation = "is not" if micro and accumulation else "is not a multiple of"
+    pipeline = f" of each of {stages} pipeline stages" if stages > 1 else ""
     return (
-        "the batch sizes do not multiply out: train_batch_size "
-        f"{train} = train_micro_batch_size_per_gpu {_given(micro)} * gradient_accumulation_steps "
-        f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''}"
-        f"{f' of each of {stages} pipeline stages' if stages > 1 else ''} does not hold for "
-        f"integers; these would do: {', or '.join(suggestions)}"
+        f"train_batch_size = {train} {relation} {' * '.join(factors)}{pipeline}; use "
+        f"{', or '.join(suggestions)}"
     )
-
-
-def _given(size: int | None) -> str:
-    return "(not given)" if size is None else str(size)

@@ -90,7 +90,7 @@ def hint(guess: str | None, otherwise: str) -> str:
       otherwise: The text without a guess.
 
     Example:
-      >>> print(hint("stage", "take it out"))
+      >>> print(hint("stage", "remove it"))
       did you mean `stage`?
     """
     return f"did you mean `{guess}`?" if guess else otherwise

@@ -7,13 +7,12 @@ from typing import Literal, NamedTuple
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, devices_of_stage, solve
+from zerojax.config.check import sections
 from zerojax.config.errors import ConfigError, quote_name
-from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
-from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.row import REQUIRED
-from zerojax.config.load import ConfigReading, read
-from zerojax.config.named import PARAMS, resolve_type
-from zerojax.config.notes import Status
+from zerojax.config.keys import KEYS, renamed
+from zerojax.config.load import ConfigReading, key_of, read
+from zerojax.config.named import PARAMS
+from zerojax.config.row import REQUIRED, ZERO, Status
 
 TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
 """The field of `BatchSizes` for each batch-size key."""
@@ -23,10 +22,7 @@ NOT_GIVEN = object()
 
 Became = Status | Literal["refused", "wrong", "not judged"]
 
-_REFUSED = " is not supported: "
-_EMPTY = "it is empty: the defaults hold"
-_UNKNOWN = "unknown; take it out"
-_UNJUDGED = "it depends on a key that is wrong: set that one right first"
+_SECTIONS = sections(KEYS)
 
 
 class Row(NamedTuple):
@@ -80,28 +76,34 @@ def explain(
       >>> rows, problems = explain({"bf16": {"enabled": True}, "train_batch_size": 64}, devices=8)
       >>> [(row.key, row.resolved, row.became) for row in rows][:3]
       [('bf16.enabled', True, 'honoured'), ('train_batch_size', 64, 'honoured'), \
-('gradient_clipping', 1.0, 'default')]
+('bf16.check_grad_overflow', True, 'default')]
       >>> [(row.key, row.resolved) for row in rows][3:]
-      [('bf16.check_grad_overflow', True), ('train_micro_batch_size_per_gpu', 8), \
+      [('gradient_clipping', 1.0), ('train_micro_batch_size_per_gpu', 8), \
 ('gradient_accumulation_steps', 1)]
     """
     reading = read(config, auto)
     problems = list(reading.problems)
     sizes = None
     if devices is not None:
-        key, stages = "", reading.fields["pipeline_stages"] or 1
         try:
-            world = devices_of_stage(devices, stages)
+            stages = reading.fields["pipeline_stages"] or 1
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
-            key = "train_batch_size: "
+            world = devices_of_stage(devices, stages)
             sizes = solve(train, micro, accumulation, world, stages)
         except ConfigError as error:
-            problems += [f"{key}{problem}" for problem in error.problems]
+            problems += error.problems
     table = _Table(reading, problems, sizes, devices)
-    yaml = reading.yaml
-    rows = [table.of_yaml(*leaf) for leaf in yaml.leaves] if yaml else []
-    listed = yaml.said_or_implied - {*yaml.implied} if yaml else set()
-    rows += [table.given(path, value) for path, value in _leaves(reading.raw, "")]
+    rows: list[Row] = []
+    listed: set[str] = set()
+    if yaml := reading.yaml:
+        for path, key, value in yaml.leaves:
+            is_known = key in YAML_KEYS or key in SECTIONS
+            rows.append(table.row(path, key, value, is_known, key not in yaml.values))
+        listed = yaml.said_or_implied - {*yaml.implied}
+    for path, value in _leaves(reading.raw, ""):
+        key = f"{ZERO}.stage" if path == ZERO and isinstance(value, bool) else renamed(path)
+        is_known = key in KEYS or key in _SECTIONS or key.startswith(PARAMS)
+        rows.append(table.row(path, key, value, is_known, value in ({}, None)))
     listed |= {renamed(row.key) for row in rows}
     rows += [row for row in table.defaults() if row.key not in listed]
     if every:
@@ -118,48 +120,26 @@ class _Table:
         sizes: BatchSizes | None,
         devices: int | None,
     ) -> None:
-        self.reading, self.problems, self.sizes, self.devices = reading, problems, sizes, devices
+        self.reading, self.sizes, self.devices = reading, sizes, devices
         self.notes = {note.key: note for note in reading.notes}
-        self.wrong: dict[str, str] = {}
-        for problem in problems:
-            self.wrong.setdefault(_key_of(problem), problem)
+        self.wrong = {key_of(problem): problem for problem in reversed(problems)}
 
-    def given(self, path: str, value: object) -> Row:
-        """Returns the row of a key that the config has."""
-        key = renamed(path)
-        if (row := self._wrong(path, key, value)) is not None:
-            return row
-        if not _known(key):
-            return Row(path, value, None, "wrong", _UNKNOWN)
-        if path == "zero_optimization" and isinstance(value, bool):
-            return Row(path, value, int(value), "honoured", "as DeepSpeed once wrote the stage")
-        if value == {} or (value is None and key in NULLABLE):
-            return Row(path, value, None, "no effect", _EMPTY)
-        if (note := self.notes.get(key)) is None:
-            return Row(path, value, None, "not judged", _UNJUDGED)
-        if note.status == "resolved" and (size := self._size(key)) is not None:
-            return Row(path, value, size, "resolved", self._solved(key))
-        return Row(path, value, note.holds, note.status, note.reason)
-
-    def of_yaml(self, path: str, key: str, value: object) -> Row:
-        """Returns the row of a key of Accelerate's YAML, whose current name is `key`."""
-        if (row := self._wrong(path, key, value)) is not None:
-            return row
-        if (note := self.notes.get(path)) is not None:
-            return Row(path, value, note.holds, note.status, note.reason)
-        assert self.reading.yaml is not None
-        if key in self.reading.yaml.values:
-            return Row(path, value, None, "not judged", _UNJUDGED)
-        if key in YAML_KEYS or key in SECTIONS:
-            return Row(path, value, None, "no effect", _EMPTY)
-        return Row(path, value, None, "wrong", _UNKNOWN)
-
-    def _wrong(self, path: str, key: str, value: object) -> Row | None:
-        """Returns the row of a key if a problem starts with either spelling of it, else None."""
-        if not (problem := self.wrong.get(path) or self.wrong.get(key)):
-            return None
-        why = _about(problem, path) or _about(problem, key)
-        return Row(path, value, None, "refused" if _REFUSED in problem else "wrong", why)
+    def row(self, path: str, key: str, value: object, is_known: bool, is_empty: bool) -> Row:
+        """Returns the row of a key that the config has, whose current name is `key`."""
+        if problem := self.wrong.get(path) or self.wrong.get(key):
+            _, is_refused, why = problem.partition(" is not supported: ")
+            why = why or problem.removeprefix(key_of(problem)).lstrip(" :=")
+            return Row(path, value, None, "refused" if is_refused else "wrong", why)
+        if note := self.notes.get(path) or self.notes.get(key):
+            size = self._size(key) if note.status == "resolved" else None
+            holds, why = (note.holds, note.reason) if size is None else (size, self._solved(key))
+            return Row(path, value, holds, note.status, why)
+        if not is_known:
+            return Row(path, value, None, "wrong", "unknown; remove it")
+        if is_empty:
+            return Row(path, value, None, "no effect", "it is empty: the defaults hold")
+        why = "it depends on a key that is wrong: set that one right first"
+        return Row(path, value, None, "not judged", why)
 
     def _size(self, key: str) -> int | None:
         return getattr(self.sizes, TRIANGLE.get(key, ""), None)
@@ -178,42 +158,15 @@ class _Table:
 
     def known(self) -> Iterator[Row]:
         """Yields a row for every known key, with its default."""
-        for path, key in KEYS.items():
+        for path, key in self.reading.keys.items():
             if path in PARAMS:
-                yield from self._params(path.partition(".")[0])
                 continue
             if key.treatment == "off only":
                 why = f"the only choice: {key.why}"
             else:
                 why = f"{key.treatment}: {key.why}" if key.why else key.treatment
-            yield Row(path, NOT_GIVEN, key.default, "default", why)
-
-    def _params(self, section: str) -> Iterator[Row]:
-        given = self.reading.given.get(f"{section}.type")
-        name = resolve_type(section, given)[0] if isinstance(given, str) else None
-        for key, param in NAMED_TYPES[section][name].items() if name else ():
-            default = None if param.default is REQUIRED else param.default
-            yield Row(f"{section}.params.{key}", NOT_GIVEN, default, "default", f"of {name}")
-
-
-def _key_of(problem: str) -> str:
-    """Returns the key that a problem begins with."""
-    return min(problem.partition(": ")[0], problem.partition(" = ")[0], key=len)
-
-
-def _known(key: str) -> bool:
-    return (
-        key in KEYS or key in sections() or key.startswith(tuple(f"{params}." for params in PARAMS))
-    )
-
-
-def _about(problem: str, key: str) -> str:
-    """Returns the text of a problem after the key; "" for a problem of another key."""
-    if problem.startswith(f"{key}: "):
-        return problem[len(key) + 2 :]
-    if problem.startswith(f"{key} = "):
-        return problem.partition(_REFUSED)[2] or problem[len(key) + 3 :]
-    return ""
+            default = None if key.default is REQUIRED else key.default
+            yield Row(path, NOT_GIVEN, default, "default", why)
 
 
 def _leaves(raw: Mapping[str, object], section: str) -> Iterator[tuple[str, object]]:
@@ -221,7 +174,7 @@ def _leaves(raw: Mapping[str, object], section: str) -> Iterator[tuple[str, obje
     for name, value in raw.items():
         path = f"{section}{quote_name(name)}"
         key = renamed(path)
-        is_section = key in sections() or key in PARAMS
+        is_section = key in _SECTIONS or key in PARAMS
         if isinstance(value, Mapping) and value and is_section:
             yield from _leaves(value, f"{path}.")
         else:

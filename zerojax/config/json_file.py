@@ -45,7 +45,7 @@ def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> object
         return hjson.loads(text, object_pairs_hook=Object.of)
     except hjson.HjsonDecodeError as error:
         message += f" (and no HJSON at line {error.lineno}, column {error.colno}: {error.msg})"
-        raise ConfigError(f"{message}; mend it there", source) from None
+        raise ConfigError(f"{message}; fix it there", source) from None
     # 1e999; an open '''; more digits than Python reads
     except (ArithmeticError, LookupError, RecursionError, ValueError) as error:
         raise ConfigError(f"not a usable HJSON file: {error}", source) from None
@@ -74,9 +74,12 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, object]) -> JsonConf
         value = (read_yaml if source.endswith(ENDINGS) else read_file)(source)
     if not isinstance(value, Mapping):
         wanted = "an object" if source else "the path of a JSON file, a mapping or a ZeroConfig"
-        raise ConfigError(f"expected {wanted}, got {as_text(value)}", source)
+        stage = f"; pass a stage as zerojax.zero(stage={value})" * (type(value) is int)
+        raise ConfigError(f"expected {wanted}, got {as_text(value)}{stage}", source)
     try:
-        return JsonConfig(plain(value), repeated(value))
+        raw = plain(value)
+        raw.pop("$schema", None)  # it is for editors
+        return JsonConfig(raw, repeated(value))
     except ConfigError as error:
         raise ConfigError(error.problems, source) from None
 

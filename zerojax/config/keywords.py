@@ -1,17 +1,40 @@
 """Keywords of ``zerojax.zero``, for type checkers and editors."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Annotated, TypedDict
 
 from zerojax.config.autotuning import AutotuningConfig
+from zerojax.config.kinds import COUNT, FLAG, SIZE, TEXT
 from zerojax.config.named import OptimizerConfig, SchedulerConfig
 from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
 
 
-class Keywords(TypedDict, total=False):
+class XlaOptions(TypedDict, total=False):
+    """Options of XLA's GPU compiler for the step, by XLA's names, with the kind of their values:
+    the section `xla`. None is zerojax's choice.
+
+    Some versions of XLA lack some of them, or some of their values:
+    :func:`zerojax.xla.compiler.options` refuses these by name.
+    """
+
+    xla_gpu_enable_latency_hiding_scheduler: Annotated[bool | None, FLAG]
+    xla_gpu_all_gather_combine_threshold_bytes: Annotated[int | None, SIZE]
+    xla_gpu_reduce_scatter_combine_threshold_bytes: Annotated[int | None, SIZE]
+    xla_gpu_all_reduce_combine_threshold_bytes: Annotated[int | None, SIZE]
+    xla_gpu_enable_while_loop_unrolling: Annotated[str | None, TEXT]
+    xla_gpu_experimental_parallel_collective_overlap_limit: Annotated[int | None, COUNT]
+    xla_gpu_experimental_parallel_scale_up_collective_overlap_limit: Annotated[int | None, COUNT]
+    xla_gpu_experimental_enable_nccl_symmetric_buffers: Annotated[bool | None, FLAG]
+    # Separated by commas; with an empty text XLA may rematerialize.
+    xla_disable_hlo_passes: Annotated[str | None, TEXT]
+    xla_gpu_all_gather_mode: Annotated[str | None, TEXT]
+
+
+class Keywords(XlaOptions, total=False):
     """The fields of :class:`zerojax.ZeroConfig`, which documents them, without ``check_finite``
     and ``accumulate_statistics``, separate parameters of ``zerojax.zero``. A section is its config
-    object or a mapping as in the JSON; an offload section may be the name of a device."""
+    object or a mapping as in the JSON; an offload section may be the name of a device. An option of
+    ``xla`` may be a keyword of its own."""
 
     stage: int
     bf16: bool
@@ -46,27 +69,18 @@ class Keywords(TypedDict, total=False):
     zero_quantized_gradients: bool
     zero_quantized_gradients_dtype: str
     zero_quantized_block_size: int | None
-    offload_optimizer: OffloadOptimizer | Mapping[str, Any] | str | None
-    offload_param: OffloadParam | Mapping[str, Any] | str | None
+    offload_optimizer: OffloadOptimizer | Mapping[str, object] | str | None
+    offload_param: OffloadParam | Mapping[str, object] | str | None
     sub_group_size: int
     cpu_checkpointing: bool
     partition_activations: bool
-    xla_gpu_enable_latency_hiding_scheduler: bool | None
-    xla_gpu_all_gather_combine_threshold_bytes: int | None
-    xla_gpu_reduce_scatter_combine_threshold_bytes: int | None
-    xla_gpu_all_reduce_combine_threshold_bytes: int | None
-    xla_gpu_enable_while_loop_unrolling: str | None
-    xla_gpu_experimental_parallel_collective_overlap_limit: int | None
-    xla_gpu_experimental_parallel_scale_up_collective_overlap_limit: int | None
-    xla_gpu_experimental_enable_nccl_symmetric_buffers: bool | None
-    xla_disable_hlo_passes: str | None
-    xla_gpu_all_gather_mode: str | None
-    optimizer: OptimizerConfig | Mapping[str, Any] | None
-    scheduler: SchedulerConfig | Mapping[str, Any] | None
+    xla: Mapping[str, bool | int | str | None]
+    optimizer: OptimizerConfig | Mapping[str, object] | None
+    scheduler: SchedulerConfig | Mapping[str, object] | None
     steps_per_print: int | None
     wall_clock_breakdown: bool
-    tensorboard: MonitorConfig | Mapping[str, Any] | None
-    csv_monitor: MonitorConfig | Mapping[str, Any] | None
-    wandb: WandbConfig | Mapping[str, Any] | None
+    tensorboard: MonitorConfig | Mapping[str, object] | None
+    csv_monitor: MonitorConfig | Mapping[str, object] | None
+    wandb: WandbConfig | Mapping[str, object] | None
     dump_state: bool
-    autotuning: AutotuningConfig | Mapping[str, Any] | None
+    autotuning: AutotuningConfig | Mapping[str, object] | None

@@ -2,29 +2,20 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from zerojax.config.accelerate import Translation, is_accelerate, translate, without
+from zerojax.config.accelerate import Translation, is_accelerate, translate
 from zerojax.config.auto import resolve_autos, stand_in
-from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
+from zerojax.config.check import check_keys
+from zerojax.config.errors import ConfigError
 from zerojax.config.frozen import ZeroConfig
 from zerojax.config.json_file import JsonConfig, plain, read_json
-from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
-from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.row import Key
-from zerojax.config.named import (
-    NAMED,
-    PARAMS,
-    OptimizerConfig,
-    SchedulerConfig,
-    check_params,
-    known_types,
-    resolve_type,
-)
-from zerojax.config.notes import Note, Status
-from zerojax.config.sections import SWITCHED, read_offload
+from zerojax.config.keys import KEYS, rename
+from zerojax.config.named import NAMED, PARAMS, within
+from zerojax.config.named_types import types_in
+from zerojax.config.row import Key, Note, keys_of
+from zerojax.config.settings import BY_FIELD, SECTIONS
 from zerojax.config.text_file import source_of
 from zerojax.config.together import contradictions, idle
 from zerojax.config.yaml_file import ENDINGS
@@ -84,7 +75,7 @@ def read(
         raw, repeated, yaml = _source(config, auto)
         reading = ConfigReading(raw, auto)
     except RecursionError:
-        message = "nested too deeply, or within itself; it has three levels at most"
+        message = "nested too deeply; a config has three levels"
         raise ConfigError(message, source_of(config)) from None
     reading.source = source_of(config)
     if yaml is not None:
@@ -109,28 +100,21 @@ def as_json(
     return JsonConfig(raw, repeated + (yaml.problems if yaml else []))
 
 
-class _Source(NamedTuple):
-    """A DeepSpeed JSON, problems of its repeated keys, and the translation if it came from YAML."""
-
-    raw: dict[str, Any]
-    repeated: list[str]
-    yaml: Translation | None
-
-
 def _source(
     config: str | os.PathLike[str] | Mapping[str, object], auto: Mapping[str, object] | None
-) -> _Source:
+) -> tuple[dict[str, Any], list[str], Translation | None]:
+    """Returns a DeepSpeed JSON, problems of its repeated keys, and the translation from YAML."""
     raw, repeated = read_json(config)
     path = source_of(config)
     if not path.endswith(ENDINGS) and not is_accelerate(raw):
-        return _Source(raw, repeated, None)
+        return raw, repeated, None
     try:
         yaml = translate(raw, Path(path).parent)
     except ConfigError as error:
         raise ConfigError(error.problems, path) from None
     if isinstance(auto, Mapping):
         yaml.leave_open(auto)
-    return _Source(yaml.raw, repeated, yaml)
+    return yaml.raw, repeated, yaml
 
 
 class ConfigReading:
@@ -163,232 +147,107 @@ class ConfigReading:
         self.raw: dict[str, Any] = plain(raw)
         self.source: str = ""
         self.yaml: Translation | None = None
-        self.fields: dict[str, Any] = {}
         self.problems: list[str] = list(rename(raw))
-        self.given: dict[str, object] = dict(_leaves(raw, ""))
+        original = plain(raw)
         self._replaced: set[str] = set()
         if auto is not None:
             self._replaced, problems = stand_in(raw, auto)
             self.problems += problems
-        self.notes: list[Note]
-        self.notes, problems = resolve_autos(raw)
+        names, self.keys, problems = types_in(raw, KEYS)
         self.problems += problems
-        values, problems = check_keys(raw)
-        self.problems += problems
-        self._set_fields(values)
-        self._note_keys(values)
-        for section, cls in NAMED.items():
-            if isinstance(raw.get(section), dict):
-                self.fields[section] = self._named(section, cls, raw[section])
+        self.given: dict[str, object] = dict(_leaves(original, "", self.keys))
+        self.notes, problems = resolve_autos(raw, self.keys)
+        self._values, more = check_keys(raw, self.keys, [key_of(each) for each in problems])
+        self.problems += problems + more
+        self.fields: dict[str, Any] = {}
+        self._paths = {name: key.path for name, key in BY_FIELD.items()}
+        self._set_fields(self._note_sections())
+        for section in names if not self.problems else ():
+            params = within(f"{section}.params.", self._values)
+            self.fields[section] = NAMED[section](type=names[section], params=params)
 
     def translated_from(self, yaml: Translation) -> None:
         """Rewords notes and problems with the keys of the YAML that the JSON was derived from."""
         self.yaml = yaml
         self.notes = yaml.notes(self.notes)
         self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
-        self.raw = yaml.of_file if yaml.file else without(self.raw, yaml.said_or_implied)
-        self.given = dict(_leaves(self.raw, ""))
+        self.raw = yaml.of_file
+        self.given = dict(_leaves(self.raw, "", self.keys))
         if yaml.file:
             self.source += f" (deepspeed_config_file: {yaml.file})"
 
-    def _set_fields(self, values: Mapping[str, object]) -> None:
-        """Sets all fields but optimizer and scheduler, from the JSON or DeepSpeed's defaults."""
-        for name, key in BY_FIELD.items():
-            self.fields[name] = values.get(key.path, key.default)
-        wrong = {problem.partition(": ")[0] for problem in self.problems}
-        for section, cls in SWITCHED.items():
-            if values.get(f"{section}.enabled"):
-                given = {
-                    name: value
-                    for name in (item.name for item in fields(cls))  # type: ignore[arg-type]
-                    if (value := values.get(f"{section}.{name}")) is not None
-                }
-                try:
-                    self.fields[section] = cls(**given)
-                except ConfigError as error:
-                    self.problems += (f"{section}.{problem}" for problem in error.problems)
-        self._offload = read_offload(values, self.given, wrong)
-        self.fields |= self._offload.fields
-        self.problems += self._offload.problems
-        for name in idle(self.fields):  # an omitted key without effect keeps the field's default
+    def _note_sections(self) -> dict[str, str]:
+        """Sets the fields of sections; returns the reasons of keys in them without effect."""
+        reasons: dict[str, str] = {}
+        wrong = {f"{key_of(problem)}." for problem in self.problems}
+        for name, (cls, path, _) in SECTIONS.items():
+            if any(key.startswith(f"{path}.") for key in wrong):
+                continue
+            try:
+                self._paths[name], config = cls.read(path, self._values, self.given)
+            except ConfigError as error:
+                self.problems += error.problems
+                continue
+            self.fields[name] = config
+            names = [key.rpartition(".")[2] for key in keys_of(cls, f"{path}.")]
+            idle = config.idle() if config else dict.fromkeys(names, f"{name} is off")
+            reasons |= {f"{path}.{each}": why for each, why in idle.items() if each != cls.switch}
+        return reasons
+
+    def _set_fields(self, reasons: dict[str, str]) -> None:
+        """Sets all other fields but optimizer and scheduler, from the JSON or DeepSpeed's defaults,
+        and adds the notes.
+
+        Args:
+          reasons: Of keys of sections without effect, by dotted key.
+        """
+        wrong = {key_of(problem) for problem in self.problems}
+        values = self._values
+        self.fields |= {name: values.get(key.path, key.default) for name, key in BY_FIELD.items()}
+        self.fields["xla"] = within("xla.", values)
+        without_effect = idle(self.fields)
+        for name in without_effect:  # an omitted key without effect keeps the field's default
             if BY_FIELD[name].path not in values:
                 self.fields[name] = getattr(ZeroConfig, name)
         valid = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
         self.problems += contradictions(valid, self._path)
-
-    def _path(self, field: str) -> str:
-        """Returns the key of the JSON that sets a field."""
-        return BY_FIELD[field].path if field in BY_FIELD else self._offload.paths.get(field, field)
-
-    def _note_keys(self, values: Mapping[str, object]) -> None:
+        reasons |= {BY_FIELD[name].path: reason for name, reason in without_effect.items()}
         resolved = {note.key for note in self.notes}
-        reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
-        reasons |= self._offload.idle
         noted = self.given.keys() | resolved | reasons.keys()
-        for path, key in KEYS.items():
-            section, _, name = path.rpartition(".")
-            if section in SWITCHED and name != "enabled" and not values.get(f"{section}.enabled"):
-                reasons.setdefault(path, f"{section} is off")
-            if section in self._offload.unjudged:
-                continue
-            if path in values and path not in PARAMS:
-                self._judge(key, values[path], reasons.get(path))
+        for path, key in self.keys.items():
+            if path in values and path not in resolved and path not in PARAMS:
+                self.notes.append(self._note(key, values[path], reasons.get(path)))
             elif key.loud and path not in noted:
                 self.notes.append(Note(path, key.default, "default", key.loud, key.default))
 
-    def _judge(self, key: Key, value: object, idle: str | None) -> None:
-        """Adds a note or a problem for a key; `idle` is the reason why the key has no effect."""
-        if key.treatment == "off only" and value not in key.accepts:
-            off = as_text(key.accepts[0])
-            self.problems.append(
-                f"{key.path} = {as_text(value)} is not supported: {key.why}; leave it out "
-                f"or at {off}"
-            )
-        elif idle is not None:
-            self.notes.append(Note(key.path, value, "no effect", idle))
-        elif key.path in self._replaced:
-            self.notes.append(Note(key.path, "auto", "resolved", _STOOD_IN, value))
-        elif key.treatment == "honoured":
-            self.notes.append(Note(key.path, value, "honoured", key.why, value))
-        elif key.treatment == "off only":
-            self.notes.append(Note(key.path, value, "honoured", "off", value))
-        else:
-            self.notes.append(Note(key.path, value, key.treatment, key.why))
+    def _path(self, field: str) -> str:
+        """Returns the key of the JSON that sets a field."""
+        return self._paths.get(field, field)
 
-    def _named(
-        self,
-        section: str,
-        cls: type[OptimizerConfig] | type[SchedulerConfig],
-        raw: dict[str, object],
-    ) -> OptimizerConfig | SchedulerConfig | None:
-        """Returns the optimizer or the schedule, or None if the section has a problem."""
-        given, params = raw.get("type"), raw.get("params", {})
-        if "type" not in raw and f"{section}.type" not in self.given:
-            self.problems.append(f"{section}.type: missing; one of {known_types(section)}")
-        if not isinstance(given, str) or not isinstance(params, dict):
-            return None
-        name, problems = resolve_type(section, given)
-        self.problems += problems
-        if name is None:
-            return None
-        values, autos, problems = check_params(section, name, params, json=True)
-        self.problems += problems
-        table = NAMED_TYPES[section][name]
-        for key, value in values.items():
-            if key in autos:
-                continue
-            if f"{section}.params.{key}" in self._replaced:
-                self._note(section, key, "auto", "resolved", _STOOD_IN, value)
-            else:
-                self._note(section, key, value, "honoured", f"of {name}", value)
-        for key in autos:
-            default = table[key].default
-            reason = table[key].auto or f"DeepSpeed's default, {as_text(default)}"
-            self._note(section, key, "auto", "resolved", reason, values.get(key, default))
-        for key, param in table.items():
-            if param.loud and key not in params:
-                reason = f"DeepSpeed's for {name}"
-                self._note(section, key, param.default, "default", reason, param.default)
-        return None if problems else cls(type=name, params=values)
-
-    def _note(
-        self, section: str, key: str, value: object, status: Status, reason: str, holds: object
-    ) -> None:
-        self.notes.append(Note(f"{section}.params.{key}", value, status, reason, holds))
+    def _note(self, key: Key, value: object, idle: str | None) -> Note:
+        """Returns the note of a valid key; `idle` is the reason why the key has no effect."""
+        if idle is not None:
+            return Note(key.path, value, "no effect", idle)
+        if key.path in self._replaced:
+            return Note(key.path, "auto", "resolved", _STOOD_IN, value)
+        if key.treatment == "off only":
+            return Note(key.path, value, "honoured", "off", value)
+        holds = value if key.treatment == "honoured" else None
+        return Note(key.path, value, key.treatment, key.why, holds)
 
 
-def _leaves(raw: dict[str, object], section: str) -> Iterator[tuple[str, object]]:
+def key_of(problem: str) -> str:
+    """Returns the key that a problem begins with."""
+    return min(problem.partition(": ")[0], problem.partition(" = ")[0], key=len)
+
+
+def _leaves(
+    raw: dict[str, object], section: str, keys: Mapping[str, Key]
+) -> Iterator[tuple[str, object]]:
     """Yields the known keys of a config, as (path, value)."""
     for name, value in raw.items():
         path = f"{section}{name}"
-        if path in KEYS and "." not in name:
+        if path in keys and "." not in name:
             yield path, value
         elif isinstance(value, dict):
-            yield from _leaves(value, f"{path}.")
-
-
-class CheckedKeys(NamedTuple):
-    """The result of `check_keys`.
-
-    Attributes:
-      values: The valid values by dotted path, each converted by its `ValueKind`.
-      problems: One sentence for each wrong value, then for each unknown key.
-    """
-
-    values: dict[str, Any]
-    problems: list[str]
-
-
-def check_keys(raw: dict[str, object]) -> CheckedKeys:
-    """Checks every key of a config in one pass.
-
-    Args:
-      raw: The config, in plain dicts with string keys, free of "auto".
-
-    Example:
-      >>> check_keys({"bf16": {"enabled": True}, "zero_optimization": {"stage": 4}})
-      CheckedKeys(values={'bf16.enabled': True}, \
-problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
-    """
-    values: dict[str, object] = {}
-    problems: list[str] = []
-    unknown: list[str] = []
-
-    def visit(section: str, given: dict[str, object]) -> None:
-        names = sections()[section]
-        for name in (name for name in names if name in given):
-            path, value = f"{section}.{name}" if section else name, given[name]
-            if path in KEYS:
-                try:
-                    values[path] = KEYS[path].kind.check(value)
-                except ConfigError as error:
-                    problems.append(f"{path}: {error}")
-            elif isinstance(value, dict):
-                visit(path, value)
-            elif value is not None or path not in NULLABLE:
-                problems.append(
-                    f"{path}: expected an object, got {as_text(value)}{_as_object(path, value)}"
-                )
-        unknown.extend(_unknown_key(section, name) for name in given if name not in names)
-
-    visit("", raw)
-    return CheckedKeys(values, problems + unknown)
-
-
-def _unknown_key(section: str, name: str) -> str:
-    """Returns the problem of an unknown key: the closest known key, or where the key belongs."""
-    path = f"{section}.{quote_name(name)}" if section else quote_name(name)
-    if name == "max_grad_norm":
-        return f"{path}: unknown key; use `gradient_clipping` at the top level"
-    full = f"{section}.{name}" if section else name
-    if full in KEYS or full in sections():
-        outer, _, inner = name.partition(".")
-        return f'{path}: sections are objects; write {{"{outer}": {{"{inner}": ...}}}}'
-    siblings = sections()[section]
-    elsewhere = [p for p in [*KEYS, *sections()] if p.rpartition(".")[2] == name]
-    elsewhere += [
-        f"{outer}.params.{name}"
-        for outer, types in NAMED_TYPES.items()
-        if any(name in params for params in types.values())
-    ]
-    plurals = {f"{name}s", name.removesuffix("s")} & {*siblings} - {name}
-    if elsewhere and len(elsewhere) <= 3 and not plurals:
-        return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
-    known_here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
-    return f"{path}: unknown key; {hint(_guess(section, name), f'take it out{known_here}')}"
-
-
-def _as_object(path: str, value: object) -> str:
-    """Returns advice for a section that has the value of its switch or device."""
-    for key in (f"{path}.enabled", f"{path}.device"):
-        if key in KEYS and isinstance(value, bool if key.endswith("enabled") else str):
-            return f'; write {{"{key.rpartition(".")[2]}": {as_text(value)}}}'
-    return ""
-
-
-def _guess(section: str, name: str) -> str | None:
-    """Returns the closest known path, in the same section if possible, else in any."""
-    if guess := closest(name, sections()[section]):
-        return f"{section}.{guess}" if section else guess
-    leaves = {path.rpartition(".")[2]: path for path in reversed(list(KEYS))}
-    return leaves.get(closest(name, leaves) or "")
+            yield from _leaves(value, f"{path}.", keys)

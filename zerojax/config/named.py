@@ -1,113 +1,13 @@
 """The optimizer and the schedule of a config: a type, and parameters checked against its table."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
-from zerojax.config.errors import (
-    ConfigError,
-    as_text,
-    closest,
-    quote_name,
-    suggestion,
-)
-from zerojax.config.keys.named_types import NAMED_TYPES, REPLACED_TYPES
-from zerojax.config.keys.row import REQUIRED, Param
-
-
-def or_pass(path: str) -> str:
-    """Returns the remedy for an "auto" without a default."""
-    return f'or pass it: auto={{"{path}": ...}}'
-
-
-def known_types(section: str) -> str:
-    """Returns the supported types of a section, for a message."""
-    return ", ".join(NAMED_TYPES[section])
-
-
-def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
-    """Returns the type in the table's spelling, matched case-insensitively, and its problems."""
-    types = NAMED_TYPES[section]
-    replaced = {old.lower(): new for old, new in REPLACED_TYPES.items()}
-    if section == "optimizer" and (new := replaced.get(given.lower())):
-        return None, [
-            f"optimizer.type = {as_text(given)} is not supported: zerojax does not compress "
-            f'momenta; write "{new}", and zero_quantized_gradients for less traffic'
-        ]
-    name = {known.lower(): known for known in types}.get(given.lower())
-    if name is None:
-        guess = closest(given, types)
-        likely = f"did you mean {as_text(guess)}?" if guess else f"known: {known_types(section)}"
-        return None, [f"{section}.type: unknown {section} {as_text(given)}; {likely}"]
-    return name, []
-
-
-class CheckedParams(NamedTuple):
-    """The result of `check_params`.
-
-    Attributes:
-      values: The valid parameters, each converted by its `ValueKind`.
-      autos: The names of parameters given as "auto", which get their defaults (or null).
-      problems: One sentence for each wrong parameter.
-    """
-
-    values: dict[str, Any]
-    autos: list[str]
-    problems: list[str]
-
-
-def check_params(
-    section: str, name: str, given: Mapping[str, object], *, json: bool = False
-) -> CheckedParams:
-    """Checks the parameters of an optimizer or a schedule.
-
-    Args:
-      section: "optimizer" or "scheduler".
-      name: The type, from `resolve_type`.
-      given: The parameters.
-      json: Whether the parameters come from a JSON, where "auto" is resolved and omitted parameters
-        have DeepSpeed's defaults.
-    """
-    table = NAMED_TYPES[section][name]
-    problems = [_unknown(section, str(key), name, table) for key in given if key not in table]
-    checked = CheckedParams({}, [], problems)
-    for key, value in given.items():
-        path = f"{section}.params.{key}"
-        if key not in table:
-            continue
-        if json and value == "auto":
-            if table[key].default is REQUIRED:
-                unresolved = f'"auto" cannot be resolved: {table[key].why}, {or_pass(path)}'
-                checked.problems.append(f"{path}: {unresolved}")
-            else:
-                checked.autos.append(key)
-                if table[key].auto:
-                    checked.values[key] = None
-            continue
-        try:
-            checked.values[key] = table[key].kind.check(value)
-        except ConfigError as error:
-            checked.problems.append(f"{path}: {error}")
-    for key, param in table.items():
-        path = f"{section}.params.{key}"
-        if key not in given and param.default is REQUIRED:
-            problem = f"{path}: {name} needs it, as {param.kind.says}"
-        elif key in checked.values and param.only and checked.values[key] not in param.only:
-            problem = f"{path} = {as_text(checked.values[key])} is not supported: {param.why}"
-        elif json and key not in checked.values and param.only and param.default not in param.only:
-            default = f"{as_text(param.default)}, DeepSpeed's default,"
-            problem = f"{path} = {default} is not supported: {param.why}"
-        else:
-            continue
-        checked.problems.append(problem)
-    return checked
-
-
-def _unknown(section: str, key: str, name: str, table: Mapping[str, Param]) -> str:
-    path = f"{section}.params.{quote_name(key)}"
-    if section == "optimizer" and key == "max_grad_norm":
-        return f"{path}: not a parameter of the optimizer; use `gradient_clipping` at the top level"
-    return f"{path}: unknown parameter of {name}; {suggestion(key, table)}"
+from zerojax.config.check import check_keys
+from zerojax.config.errors import ConfigError, as_text
+from zerojax.config.json_file import plain
+from zerojax.config.named_types import NAMED_TYPES, type_keys, types_in
 
 
 class FrozenParams(Mapping[str, Any]):
@@ -145,25 +45,13 @@ class _Named:
     """A type and its parameters; `params` has only parameters that were given."""
 
     type: str
-    params: Mapping[str, Any] = field(default_factory=FrozenParams)
+    params: Mapping[str, Any] = FrozenParams()
 
     _section = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.type, str):
-            raise ConfigError(f"{self._section}.type: expected a string, got {as_text(self.type)}")
-        if not isinstance(self.params, Mapping):
-            raise ConfigError(
-                f"{self._section}.params: expected an object, got {as_text(self.params)}"
-            )
-        name, problems = resolve_type(self._section, self.type)
-        values: dict[str, object] = {}
-        if name is not None:
-            values, _, problems = check_params(self._section, name, self.params)
-        if problems:
-            raise ConfigError(problems)
-        object.__setattr__(self, "type", name)
-        object.__setattr__(self, "params", FrozenParams(values))
+        for name, value in self._checked({"type": self.type, "params": self.params}).items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, given: Self | Mapping[str, Any]) -> Self:
@@ -178,16 +66,20 @@ class _Named:
                 f"{cls._section}: expected an object with type and params, got "
                 f"{as_text(given, 40)}; {remedy}"
             )
-        problems = [
-            f"{cls._section}.{key}: unknown key; known: type, params"
-            for key in given
-            if key not in ("type", "params")
-        ]
-        if "type" not in given:
-            problems.append(f"{cls._section}.type: missing; one of {known_types(cls._section)}")
-        if problems:
+        return cls(**cls._checked(given))
+
+    @classmethod
+    def _checked(cls, given: Mapping[str, object]) -> dict[str, Any]:
+        """Returns the type and the parameters in a mapping of the form of the JSON."""
+        raw = {cls._section: plain(given)}
+        types = types_in(raw, type_keys(cls._section))
+        values, problems = check_keys(raw, types.keys)
+        if problems := types.problems + problems:
             raise ConfigError(problems)
-        return cls(**given)
+        return {
+            "type": types.names[cls._section],
+            "params": within(f"{cls._section}.params.", values),
+        }
 
     def with_defaults(self) -> dict[str, Any]:
         """Returns all parameters, with DeepSpeed's defaults for omitted ones."""
@@ -233,3 +125,15 @@ NAMED: dict[str, type[OptimizerConfig] | type[SchedulerConfig]] = {
 
 PARAMS = tuple(f"{section}.params" for section in NAMED)
 """The keys whose values are the parameters of a type."""
+
+
+def within(prefix: str, values: Mapping[str, object], *, nulls: bool = True) -> FrozenParams:
+    """Returns the values whose path has a prefix, by the rest of their path.
+
+    Args:
+      prefix: The path of a section, with a dot behind.
+      values: Values by dotted path.
+      nulls: Whether to keep None.
+    """
+    inner = {p.removeprefix(prefix): v for p, v in values.items() if p.startswith(prefix)}
+    return FrozenParams({name: v for name, v in inner.items() if nulls or v is not None})

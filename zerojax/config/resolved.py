@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
 
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import as_text
 from zerojax.config.frozen import ZeroConfig
-from zerojax.config.keys import BY_FIELD
-from zerojax.config.keys.row import ZERO
-from zerojax.config.sections import OFFLOAD
+from zerojax.config.settings import BY_FIELD, SECTIONS
 
 
 def resolved(config: ZeroConfig, devices: int) -> str:
@@ -41,13 +38,15 @@ def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
     for name, value in vars(config).items():
         if name == "notes":
             continue
-        key = BY_FIELD[name].path if name in BY_FIELD else name
-        key = f"{ZERO}.{name}" if name in OFFLOAD else key
+        place = BY_FIELD.get(name) or SECTIONS.get(name)
+        key = place.path if place else name
         value = sizes.get(name, value)
         if is_dataclass(value) and not isinstance(value, type):
             for inner, each in asdict(value).items():
                 each = dict(each) if isinstance(each, Mapping) else each
                 yield f"{key}.{inner}", as_text(each, 80)
+        elif isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", as_text(each)) for inner, each in value.items())
         else:
             yield key, as_text(value)
 
@@ -60,7 +59,7 @@ def changed_fields(config: ZeroConfig) -> list[tuple[str, str]]:
       >>> changed_fields(ZeroConfig(stage=3, bf16=True, train_batch_size=16))
       [('bf16', 'true'), ('train_batch_size', '16')]
     """
-    changed: dict[str, Any] = {
+    changed: dict[str, object] = {
         each.name: getattr(config, each.name)
         for each in fields(config)
         if getattr(config, each.name) != each.default

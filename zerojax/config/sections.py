@@ -1,73 +1,142 @@
-"""The config sections that are objects (destinations of metrics, offload), and functions that read
-a section from a keyword and offload from a JSON."""
+"""The sections of a config that are objects of their own: metrics, offload, and the search."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from zerojax.config.autotuning import AutotuningConfig
-from zerojax.config.errors import ConfigError, as_text, quote_name, suggestion
-from zerojax.config.keys import OLD_SWITCHES
-from zerojax.config.keys.row import FLAG, ZERO
-from zerojax.config.keys.section import Section
+from zerojax.config import kinds as k
+from zerojax.config.errors import ConfigError, as_text
+from zerojax.config.row import ZERO, Key, check_fields, keys_of, setting
+
+_Values = Mapping[str, object]
+
+
+class Section:
+    """A base class for dataclasses whose fields are the keys of a section, made by `setting`.
+
+    Raises:
+      ConfigError: Wrong values, each problem with the name of its field.
+    """
+
+    switch: ClassVar[str] = "enabled"
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self)[1]
+        if problems := problems or list(self.contradictions()):
+            raise ConfigError(problems)
+
+    def contradictions(self) -> Iterator[str]:
+        """Yields one problem for each contradiction of valid fields."""
+        yield from ()
+
+    def idle(self) -> dict[str, str]:
+        """Returns the reason for each field that has no effect with the other fields, by name."""
+        return {}
+
+    @classmethod
+    def keys(cls, path: str, why: str) -> Iterator[Key]:
+        """Yields the keys of the section at a path; `why` is for the switch."""
+        yield Key(f"{path}.enabled", k.FLAG, False, why)
+        yield from keys_of(cls, f"{path}.").values()
+
+    @classmethod
+    def switched(
+        cls, path: str, values: _Values, given: _Values
+    ) -> tuple[str, dict[str, object] | None]:
+        """Returns the key of a JSON that turns the section on or off, and the fields that it sets;
+        None if the section is off.
+
+        Raises:
+          ConfigError: Two keys of the JSON contradict each other.
+        """
+        key = f"{path}.enabled"
+        return key, {} if values.get(key) else None
+
+    @classmethod
+    def read(cls, path: str, values: _Values, given: _Values) -> tuple[str, Self | None]:
+        """Reads the section from a JSON.
+
+        Args:
+          path: The section.
+          values: The valid values of the JSON, by dotted key.
+          given: The original values, "auto" included.
+
+        Returns:
+          The key that turns the section on or off, and the config, or None if it is off.
+
+        Raises:
+          ConfigError: A contradiction.
+        """
+        key, on = cls.switched(path, values, given)
+        if on is None:
+            return key, None
+        names = {name: values.get(each.path) for name, each in keys_of(cls, f"{path}.").items()}
+        try:
+            return key, cls(**{k: v for k, v in names.items() if v is not None} | on)
+        except ConfigError as error:
+            raise ConfigError(f"{path}.{problem}" for problem in error.problems) from None
+
+
+class Place(NamedTuple):
+    """The class of a section, its path in the JSON, and the meaning of its switch."""
+
+    cls: type[Section]
+    path: str
+    why: str
+
+
+def section(cls: type[Section], path: str, why: str) -> Any:
+    """Returns the field of a dataclass that a section of the JSON sets; None if it is off."""
+    return field(default=None, metadata={"section": Place(cls, path, why)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig(Section):
     """The section `tensorboard` or `csv_monitor`: files of metrics; off if absent.
 
-    Attributes:
-      output_path: The folder; "", DeepSpeed's default, is the current folder.
-      job_name: A folder within it.
-
     Example:
       >>> MonitorConfig(output_path="logs")
       MonitorConfig(output_path='logs', job_name='DeepSpeedJobName')
     """
 
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
-
-    _section = "tensorboard"  # csv_monitor has the same keys
+    output_path: str = setting("", k.TEXT, "", "the folder; the current one by default")
+    job_name: str = setting("", k.TEXT, "DeepSpeedJobName", "a folder within it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(Section):
-    """The section `wandb`: a run on wandb; off if absent.
+    """The section `wandb`: a run on wandb; off if absent."""
 
-    Attributes:
-      group: The name that runs of one group share.
-      team: wandb's entity; None for the user's default entity.
-      project: The project's name.
-    """
-
-    group: str | None = None
-    team: str | None = None
-    project: str = "deepspeed"
-
-    _section = "wandb"
+    group: str | None = setting("", k.optional(k.TEXT), None, "the name that runs of a group share")
+    team: str | None = setting("", k.optional(k.TEXT), None, "wandb's entity; null is your default")
+    project: str = setting("", k.TEXT, "deepspeed", "wandb's project")
 
 
-SWITCHED: dict[str, type[Section]] = {
-    "tensorboard": MonitorConfig,
-    "csv_monitor": MonitorConfig,
-    "wandb": WandbConfig,
-    "autotuning": AutotuningConfig,
+OLD_SWITCHES: dict[str, tuple[str, ...]] = {
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
 }
-"""The class of each section with the switch `enabled`."""
+"""DeepSpeed's deprecated flags for `{"device": "cpu"}`, by section."""
 
 _NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
 """Fields that have an effect only with device "nvme"."""
+
+
+def _buffers(default: int) -> Any:
+    return setting("", k.BUFFERS, default, "blocks in host memory at a time, read ahead")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offload(Section):
     """The fields of both offload sections."""
 
-    device: Literal["cpu", "nvme"] = "cpu"
-    nvme_path: str | None = None
+    device: Literal["cpu", "nvme"] = setting("", k.choice("cpu", "nvme"), "cpu", "")
+    nvme_path: str | None = setting("", k.optional(k.TEXT), None, "the folder of the files")
 
-    def _contradictions(self) -> Iterator[str]:
+    switch = "device"
+
+    def contradictions(self) -> Iterator[str]:
+        """Yields one problem for each contradiction of valid fields."""
         if self.device == "nvme" and not self.nvme_path:
             yield (
                 'nvme_path: device "nvme" needs the folder to write to; '
@@ -81,18 +150,42 @@ class _Offload(Section):
         names = (item.name for item in fields(self) if item.name in _NVME_ONLY)
         return dict.fromkeys(names, 'it is for device "nvme", and the device is "cpu"')
 
+    @classmethod
+    def keys(cls, path: str, why: str) -> Iterator[Key]:
+        """Yields the keys of the section at a path, and its deprecated flags."""
+        section = path.removeprefix(f"{ZERO}.")
+        for name, key in keys_of(cls, f"{path}.").items():
+            device = k.optional(k.choice("none", "cpu", "nvme"))
+            off = Key(key.path, device, "none", why)
+            yield off if name == "device" else key
+        why = f'deprecated by DeepSpeed; true is read as {{"{section}": {{"device": "cpu"}}}}'
+        for old in OLD_SWITCHES[section]:
+            yield Key(f"{ZERO}.{old}", k.optional(k.FLAG), None, why)
+
+    @classmethod
+    def switched(
+        cls, path: str, values: Mapping[str, object], given: Mapping[str, object]
+    ) -> tuple[str, dict[str, object] | None]:
+        """Returns the device of the section, also from the deprecated flags."""
+        key = f"{path}.device"
+        device = values.get(key, "none" if given.get(key) == "auto" else None)
+        for name in OLD_SWITCHES[path.removeprefix(f"{ZERO}.")]:
+            if (switch := values.get(old := f"{ZERO}.{name}")) is None:
+                continue
+            implied = "cpu" if switch else "none"
+            if device not in (None, implied):
+                raise ConfigError(
+                    f"{old} = {as_text(switch)} contradicts {key} = {as_text(device)}; remove it"
+                )
+            if device is None:
+                key, device = old, implied
+        return key, None if device in (None, "none") else {"device": device}
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptimizer(_Offload):
-    """The section `offload_optimizer`: master weights and moments off the accelerator.
-
-    Attributes:
-      device: "cpu" (pinned host memory) or "nvme" (files under `nvme_path`).
-      nvme_path: A folder on the disk.
-      buffer_count: Sub-groups in host memory at a time, with "nvme".
-      ratio: The fraction that is offloaded, with "cpu"; the rest stays on the accelerator.
-      compute_on: The place of the update, with "cpu": the "device", through which the state
-        streams, or the "host"; None for the device, which gives the same bits as without offload.
+    """The section `offload_optimizer`: master weights and moments off the accelerator, in pinned
+    host memory ("cpu") or in files ("nvme").
 
     Raises:
       ConfigError: A wrong value, or a value that contradicts the device.
@@ -102,36 +195,31 @@ class OffloadOptimizer(_Offload):
       'cpu'
     """
 
-    buffer_count: int = 4
-    ratio: float = 1.0
-    compute_on: Literal["device", "host"] | None = None
+    buffer_count: int = _buffers(4)
+    ratio: float = setting("", k.FRACTION, 1.0, "the share that is offloaded, to the cpu")
+    compute_on: Literal["device", "host"] | None = setting(
+        "",
+        k.optional(k.choice("device", "host")),
+        None,
+        "zerojax's own: the update streams through the device or runs on the host; null: device",
+    )
 
-    _section = f"{ZERO}.offload_optimizer"
-
-    def _contradictions(self) -> Iterator[str]:
-        yield from super()._contradictions()
+    def contradictions(self) -> Iterator[str]:
+        """Yields one problem for each contradiction of valid fields."""
+        yield from super().contradictions()
+        ratio = f"ratio = {as_text(self.ratio)}"
         if self.ratio == 0:
-            yield f'ratio = {as_text(self.ratio)} offloads nothing; set device to "none"'
+            yield f'{ratio} offloads nothing; set device to "none"'
         elif self.ratio < 1 and self.device == "nvme":
-            yield (
-                f'ratio = {as_text(self.ratio)} is for device "cpu"; '
-                'with "nvme" leave it out or at 1.0'
-            )
+            yield f'{ratio} is for device "cpu"; with "nvme" leave it out or at 1.0'
         if self.compute_on == "host" and self.device == "nvme":
-            yield (
-                'compute_on = "host" is for device "cpu"; with "nvme" leave it out or at "device"'
-            )
+            yield 'compute_on = "host" is for device "cpu"; with "nvme" leave it out'
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadParam(_Offload):
-    """The section `offload_param`: parameters off the accelerator, copied in for each use.
-
-    Attributes:
-      device: "cpu" (pinned host memory) or "nvme" (files under `nvme_path`).
-      nvme_path: A folder on the disk.
-      buffer_count: Layers in host memory at a time, with "nvme".
-      max_in_cpu: Elements that stay in host memory, with "nvme".
+    """The section `offload_param`: parameters off the accelerator, in pinned host memory ("cpu")
+    or in files ("nvme"), copied in for each use.
 
     Raises:
       ConfigError: A wrong value, or a value that contradicts the device.
@@ -141,10 +229,10 @@ class OffloadParam(_Offload):
       1000000000
     """
 
-    buffer_count: int = 5
-    max_in_cpu: int = 1_000_000_000
-
-    _section = f"{ZERO}.offload_param"
+    buffer_count: int = _buffers(5)
+    max_in_cpu: int = setting(
+        "", k.SIZE, 1_000_000_000, "so many elements of the parameters stay in host memory"
+    )
 
 
 OFFLOAD: dict[str, type[OffloadOptimizer] | type[OffloadParam]] = {
@@ -153,141 +241,5 @@ OFFLOAD: dict[str, type[OffloadOptimizer] | type[OffloadParam]] = {
 }
 """The class of each offload section."""
 
-
-def from_keyword(section: str, given: object) -> Section | None:
-    """Returns the config of one section from a keyword, or None if the section is off.
-
-    Args:
-      section: A name in `SWITCHED` or `OFFLOAD`.
-      given: The config, a mapping of its fields, None, or, for offload, the name of a device.
-        The device "none" turns offload off; `enabled` false in the mapping turns off any other
-        section.
-
-    Raises:
-      ConfigError: An unknown name or a wrong value, prefixed by the section.
-
-    Example:
-      >>> from_keyword("offload_param", "cpu").device
-      'cpu'
-      >>> from_keyword("offload_param", "none") is None
-      True
-      >>> from_keyword("wandb", {"team": "llm"})
-      WandbConfig(group=None, team='llm', project='deepspeed')
-      >>> from_keyword("wandb", {"enabled": False}) is None
-      True
-    """
-    is_offload = section in OFFLOAD
-    cls: type[Section] = OFFLOAD[section] if is_offload else SWITCHED[section]
-    if given is None or isinstance(given, cls):
-        return given
-    if is_offload and isinstance(given, str):
-        given = {"device": given}
-    if not isinstance(given, Mapping):
-        alternatives = '"cpu", "none" or None' if is_offload else "or None"
-        wanted = f"{cls.__name__}, a mapping of its fields, {alternatives}"
-        raise ConfigError(f"{section}: expected {wanted}, got {as_text(given)}")
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    problems = [
-        f"{section}.{quote_name(name)}: unknown key; {suggestion(name, known)}"
-        for name in map(str, given)
-        if name not in known and (is_offload or name != "enabled")
-    ]
-    values = {name: given[name] for name in known if name in given}
-    is_on, config = False, None
-    try:
-        is_on = FLAG.check(is_offload or given.get("enabled", True))
-    except ConfigError as error:
-        problems.append(f"{section}.enabled: {error}")
-    if is_offload and given.get("device", "cpu") in ("none", None):
-        values["device"], is_on = "cpu", False
-    try:
-        config = cls(**values)
-    except ConfigError as error:
-        problems += [f"{section}.{problem}" for problem in error.problems]
-    if problems:
-        raise ConfigError(problems)
-    return config if is_on else None
-
-
-@dataclass
-class OffloadRead:
-    """The result of `read_offload`.
-
-    Attributes:
-      fields: Keywords for `ZeroConfig`.
-      paths: The JSON key that decides each section, by section.
-      idle: The reason for each key that has no effect.
-      unjudged: The paths of sections with a wrong value or a contradiction.
-      problems: One sentence for each contradiction.
-    """
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, str] = field(default_factory=dict)
-    idle: dict[str, str] = field(default_factory=dict)
-    unjudged: set[str] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
-
-
-def read_offload(
-    checked: Mapping[str, object], given: Mapping[str, object], wrong: Set[str]
-) -> OffloadRead:
-    """Reads both sections from a JSON, also in DeepSpeed's old form, and skips a wrong section.
-
-    Args:
-      checked: The valid values of the JSON, by dotted key.
-      given: The original values, "auto" included.
-      wrong: The keys that are known to be wrong.
-
-    Example:
-      >>> read_offload({"zero_optimization.cpu_offload_param": True}, {}, set()).fields
-      {'offload_optimizer': None, 'offload_param': OffloadParam(device='cpu', nvme_path=None, \
-buffer_count=5, max_in_cpu=1000000000)}
-    """
-    result = OffloadRead()
-    for section, cls in OFFLOAD.items():
-        path = f"{ZERO}.{section}"
-        if any(f"{key}.".startswith(f"{path}.") for key in wrong):
-            result.unjudged.add(path)
-            continue
-        names = [item.name for item in fields(cls) if item.name != "device"]
-        try:
-            result.paths[section], device = _device(section, checked, given)
-            config = _config(section, device, {n: checked.get(f"{path}.{n}") for n in names})
-        except ConfigError as error:
-            result.problems += error.problems
-            result.unjudged.add(path)
-            continue
-        result.fields[section] = config
-        idle = config.idle() if config else dict.fromkeys(names, "nothing of it is offloaded")
-        result.idle |= {f"{path}.{name}": reason for name, reason in idle.items()}
-    return result
-
-
-def _device(section: str, checked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the key that decides the device of a section, and the device."""
-    key = f"{ZERO}.{section}.device"
-    device = checked.get(key, "none" if given.get(key) == "auto" else None)
-    for old in (f"{ZERO}.{name}" for name in OLD_SWITCHES[section]):
-        if (switch := checked.get(old)) is None:
-            continue
-        implied = "cpu" if switch else "none"
-        if device not in (None, implied):
-            raise ConfigError(
-                f"{old} = {as_text(switch)} says otherwise than {key} = {as_text(device)}; take "
-                "it out"
-            )
-        if device is None:
-            key, device = old, implied
-    return key, device or "none"
-
-
-def _config(
-    section: str, device: str, values: Mapping[str, object]
-) -> OffloadOptimizer | OffloadParam | None:
-    if device == "none":
-        return None
-    try:
-        given = {name: value for name, value in values.items() if value is not None}
-        return OFFLOAD[section](device=device, **given)  # type: ignore[arg-type]
-    except ConfigError as error:
-        raise ConfigError(f"{ZERO}.{section}.{problem}" for problem in error.problems) from None
+NULLABLE = frozenset(f"{ZERO}.{section}" for section in OFFLOAD)
+"""Sections that may be null, which is equivalent to omitting them."""

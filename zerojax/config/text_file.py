@@ -27,7 +27,7 @@ def repeated(value: object, path: str = "") -> list[str]:
     """Returns one sentence for each key that an `Object` or a nested one repeats."""
     if not isinstance(value, Object):
         return []
-    problems = [f"{path}{name}: stands there more than once; keep one" for name in value.repeated]
+    problems = [f"{path}{name}: is set twice; remove one" for name in value.repeated]
     for name, child in value.items():
         problems += repeated(child, f"{path}{name}.")
     return problems

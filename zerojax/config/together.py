@@ -16,12 +16,6 @@ _DYNAMIC = (
 )
 """Fields that only a dynamic loss scale uses."""
 
-_OFFLOADS = (
-    ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
-    ("offload_param", 3, "stage 3, where parameters are sharded"),
-)
-"""Each offload section, the lowest stage that allows it, and the requirement as text."""
-
 QUANTIZED = {
     "zero_quantized_weights": "parameters are gathered",
     "zero_quantized_nontrainable_weights": "parameters are gathered",
@@ -53,25 +47,30 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"{name('min_loss_scale')} = {as_text(smallest)} is above the initial scale, "
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
-    stage = values.get("stage")
-    for section, lowest_stage, requirement in _OFFLOADS:
+    stage = values.get("stage", 3)  # if that is wrong, nothing needs another
+    for section, lowest, where in (
+        ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
+        ("offload_param", 3, "stage 3, where parameters are sharded"),
+    ):
         given = values.get(section)
-        if given is not None and stage is not None and stage < lowest_stage:
+        if given is not None and stage < lowest:
             yield (
-                f"{name(section)}: {as_text(given.device)} needs {requirement}, and the stage is "
-                f"{stage}; set {name('stage')} to {lowest_stage}, or the device to none"
+                f"{name(section)}: {as_text(given.device)} needs {where}, and the stage is "
+                f"{stage}; set {name('stage')} to {lowest}, or the device to none"
             )
     partition = values.get("zero_hpz_partition_size", 1)
     if partition > 1:
         hpz = f"{name('zero_hpz_partition_size')} = {partition}"
-        if stage is not None and stage < 3:
+        if stage < 3:
             yield (
                 f"{hpz} needs stage 3, where parameters are sharded, and the stage is {stage}; "
                 f"set {name('stage')} to 3, or the partition size to 1"
             )
-        yield from _beside_offload(
-            values, name, f"{hpz} keeps a second shard of the parameters on the device"
-        )
+        for section in (each for each in OFFLOAD if values.get(each) is not None):
+            yield (
+                f"{hpz} keeps a second shard of the parameters on the device, and {name(section)} "
+                "has the state elsewhere; leave out one of them"
+            )
     for quantized, operation in QUANTIZED.items():
         if values.get(quantized) and stage == 0:
             yield (
@@ -84,15 +83,6 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"{name('zero_quantized_block_size')} = {block}: blocks of int4 take an even number of "
             f"elements; set {block + 1}, or {name('zero_quantized_gradients_dtype')} to int8"
         )
-
-
-def _beside_offload(
-    values: Mapping[str, object], name: Callable[[str], str], on_device: str
-) -> Iterator[str]:
-    """Yields a problem for each offload section, with the text ``on_device`` as the conflict."""
-    for section in OFFLOAD:
-        if values.get(section) is not None:
-            yield f"{on_device}, and {name(section)} has the state elsewhere; leave out one of them"
 
 
 def idle(values: Mapping[str, object]) -> dict[str, str]:
@@ -116,12 +106,12 @@ def idle(values: Mapping[str, object]) -> dict[str, str]:
     if fp16:
         reasons |= dict.fromkeys(
             ("check_grad_overflow", "check_finite"),
-            "fp16 skips every update that is not finite anyhow",
+            "fp16 already skips updates that are not finite",
         )
     elif not bf16:
         reasons["check_grad_overflow"] = "bf16 is off"
     elif values.get("check_finite"):
-        reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
+        reasons["check_grad_overflow"] = "check_finite already skips updates that are not finite"
     if values.get("gradient_clipping"):
         reasons["compute_grad_norm"] = "clipping needs the norm"
     elif fp16 or values.get("check_finite") or (bf16 and values.get("check_grad_overflow")):

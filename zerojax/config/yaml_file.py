@@ -35,7 +35,7 @@ def read_yaml(path: str | os.PathLike[str]) -> object:
         mark = error.problem_mark
         position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(
-            f"not valid YAML{position}: {error.problem}; mend it there", source
+            f"not valid YAML{position}: {error.problem}; fix it there", source
         ) from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         message = " ".join(str(error).split())

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 from pydantic import BeforeValidator, StrictStr
 
 from zerojax.config.errors import ConfigError, as_text, closest, hint
-from zerojax.config.keys.row import (
+from zerojax.config.kinds import (
     ABOVE_ZERO,
     AMOUNT,
     BETA,

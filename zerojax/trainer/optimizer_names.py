@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import optax
 
 from zerojax.config.errors import ConfigError, as_text, suggestion
-from zerojax.config.keys.row import ABOVE_ZERO, AMOUNT, BETA, FLAG, ValueKind
+from zerojax.config.kinds import ABOVE_ZERO, AMOUNT, BETA, FLAG, ValueKind
 
 Transformations: TypeAlias = list[optax.GradientTransformation]
 

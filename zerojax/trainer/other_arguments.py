@@ -8,7 +8,7 @@ from zerojax.config.accelerate.keys import FSDP
 from zerojax.config.accelerate.keys import KEYS as YAML_KEYS
 from zerojax.config.errors import ConfigError, as_text, closest, hint
 from zerojax.config.json_file import read_json
-from zerojax.config.keys.row import FLAG
+from zerojax.config.kinds import FLAG
 from zerojax.trainer.theirs import THEIR_DEFAULTS
 
 _LOOP = "rows are read in the training process; a dataset of grain or datasets reads ahead itself"

@@ -10,9 +10,9 @@ from zerojax.config.batch import stages_of
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.json_file import source_of
 from zerojax.config.keys import KEYS, rename
-from zerojax.config.keys.named_types import NAMED_TYPES
-from zerojax.config.keys.row import ZERO
 from zerojax.config.load import as_json
+from zerojax.config.named_types import NAMED_TYPES
+from zerojax.config.row import ZERO
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.optimizer_names import OPTIMIZERS
 

@@ -73,8 +73,8 @@ def test_a_contradiction_names_both(
     with pytest.raises(ConfigError) as error:
         load(yaml(folder, section, top))
     (first, *_) = error.value.problems
-    assert first.startswith(f"{of_yaml} says otherwise than {of_json}".replace("true", '"true"'))
-    assert first.endswith(f"in {folder / 'ds.json'}; take one of them out")
+    assert first.startswith(f"{of_yaml} contradicts {of_json}".replace("true", '"true"'))
+    assert first.endswith(f"in {folder / 'ds.json'}; remove one of them")
 
 
 @pytest.mark.parametrize(("yaml_has", "json_has"), [("bf16", "fp16"), ("fp16", "bf16")])
@@ -87,8 +87,8 @@ def test_another_dtype_than_the_json_is_one_problem(
         load(path)
     assert str(error.value) == (
         f"{path} (deepspeed_config_file: {folder / 'ds.json'}): "
-        f'mixed_precision = "{yaml_has}" says otherwise than {json_has}.enabled = true in '
-        f"{folder / 'ds.json'}; take one of them out"
+        f'mixed_precision = "{yaml_has}" contradicts {json_has}.enabled = true in '
+        f"{folder / 'ds.json'}; remove one of them"
     )
 
 
@@ -102,7 +102,7 @@ def test_problems_of_the_json_name_the_json(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"deepspeed_config_file: .*ds\.json: not valid JSON at"):
         load(yaml(folder))
     (folder / "ds.json").write_text('{"steps_per_print": 1, "steps_per_print": 2}')
-    with pytest.raises(ConfigError, match="steps_per_print: stands there more than once"):
+    with pytest.raises(ConfigError, match="steps_per_print: is set twice"):
         load(yaml(folder))
 
 

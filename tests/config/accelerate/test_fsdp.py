@@ -32,7 +32,7 @@ def test_the_strategy_by_name_or_number(tmp_path: Path, given: object, stage: in
     [
         (
             ["fsdp_config: {fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: false}"],
-            'fsdp_config.fsdp_sharding_strategy = "FULL_SHARD" says otherwise than '
+            'fsdp_config.fsdp_sharding_strategy = "FULL_SHARD" contradicts '
             'fsdp_config.fsdp_reshard_after_forward = "SHARD_GRAD_OP"',
         ),
         (["fsdp_config: {fsdp_ignored_modules: lm_head}"], "a PartitionSpec of their own"),

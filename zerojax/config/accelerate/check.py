@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.keys import KEYS, PREFIXES, RENAMED
-from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
+from zerojax.config.check import sections, unknown_key
+from zerojax.config.errors import ConfigError, as_text, quote_name
 from zerojax.config.json_file import plain
 from zerojax.config.text_file import repeated
 from zerojax.config.yaml_file import read_yaml
@@ -68,15 +69,16 @@ def check(file: Mapping[str, object]) -> CheckResult:
 ['num_proceses: unknown key; did you mean `num_processes`?'])
     """
     checked = CheckResult(list(_leaves(file)), {}, [])
-    unknown: list[str] = []
+    unknown, names = [], sections(KEYS)
     for path, key, value in checked.leaves:
         if key in SECTIONS:
             if value not in (None, {}):
                 checked.problems.append(f"{path}: expected an object, got {as_text(value)}")
         elif key not in KEYS:
-            unknown.append(_unknown(path, key))
+            section, _, name = key.rpartition(".")
+            unknown.append(unknown_key(section, name or path, names))
         elif key in checked.values:
-            checked.problems.append(f"{path}: means the same as `{key}`; keep one of them")
+            checked.problems.append(f"{path}: means the same as `{key}`; remove one of them")
         elif value is not None and value not in ({}, []):
             try:
                 converted = KEYS[key].kind.check(value)
@@ -101,12 +103,3 @@ def _current_key(section: str, name: str) -> str:
     prefix = PREFIXES.get(section, "")
     path = f"{section}.{name if name.startswith(prefix) else prefix + name}"
     return RENAMED.get(path, path)
-
-
-def _unknown(path: str, key: str) -> str:
-    section, _, name = key.rpartition(".")
-    elsewhere = [known for known in KEYS if known.rpartition(".")[2] == name]
-    if elsewhere:
-        return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
-    siblings = [known for known in KEYS if known.rpartition(".")[0] == section]
-    return f"{path}: unknown key; {hint(closest(key, siblings), 'take it out')}"

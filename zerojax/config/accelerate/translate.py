@@ -4,12 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zerojax.config.accelerate.check import check
-from zerojax.config.accelerate.deepspeed import deepspeed
 from zerojax.config.accelerate.fsdp import fsdp, parallelism
-from zerojax.config.accelerate.keys import DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
-from zerojax.config.accelerate.translation import KeyTreatment, Translation
-from zerojax.config.errors import as_text
+from zerojax.config.accelerate.keys import BECOMES, DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
+from zerojax.config.accelerate.translation import Translation
+from zerojax.config.errors import ConfigError, as_text
+from zerojax.config.json_file import plain, read_json
+from zerojax.config.keys import rename
+from zerojax.config.row import ZERO
 
+_FILE = f"{DEEPSPEED}.deepspeed_config_file"
+_DEFAULT_STAGE = 2  # accelerate.utils.DeepSpeedPlugin
 _OTHER_CHIPS = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 _SECTION_OF = {DEEPSPEED: "DEEPSPEED", FSDP: "FSDP"}
 
@@ -53,7 +57,7 @@ def translate(file: Mapping[str, object], folder: Path) -> Translation:
     for key in into.values:
         _by_table(into, key, kind)
     if kind == "DEEPSPEED":
-        deepspeed(into, folder)
+        _deepspeed(into, folder)
     elif kind == "FSDP":
         fsdp(into)
     if kind:
@@ -95,24 +99,25 @@ def _kind(into: Translation, file: Mapping[str, object]) -> str:
 
 def _by_table(into: Translation, key: str, kind: str) -> None:
     """Records the treatment of a key if the table determines it without other keys."""
-    row, section = KEYS[key], key.rpartition(".")[0]
+    row, value = KEYS[key], into.values[key]
+    needs = _SECTION_OF.get(key.rpartition(".")[0], kind)
     if row.treatment == "left to launch":
-        into.judged[key] = KeyTreatment((), row.treatment, row.why)
-    elif kind and (needs := _SECTION_OF.get(section, kind)) != kind:
-        into.judged[key] = KeyTreatment((), "no effect", f"it is for distributed_type {needs}")
+        into.note(key, row.why, row.treatment)
+    elif kind and needs != kind:
+        into.note(key, f"it is for distributed_type {needs}", "no effect")
     elif row.treatment == "off only":
-        if into.values[key] not in row.accepts:
+        if value != row.default:
             into.refuse(key, f"{row.why}; leave it out")
-        into.judged[key] = KeyTreatment((), "honoured", "off", into.values[key])
+        into.note(key, "off", holds=value)
     elif row.treatment != "honoured":
-        into.judged[key] = KeyTreatment((), row.treatment, row.why)
+        into.note(key, row.why, row.treatment)
     elif row.why:
-        into.judged[key] = KeyTreatment((), "honoured", row.why, into.values[key])
+        into.note(key, row.why, holds=value)
     elif key == "distributed_type":
         why = "stage 0: the batch is spread over the devices, and nothing is sharded"
         if kind not in PLAIN:
             why = f"{kind.lower()}_config says what is sharded"
-        into.judged[key] = KeyTreatment((), "honoured", why, into.values[key])
+        into.note(key, why, holds=value)
 
 
 def _precision(into: Translation, kind: str) -> None:
@@ -120,7 +125,7 @@ def _precision(into: Translation, kind: str) -> None:
     key = "mixed_precision"
     if "fp16" in into.values:
         if key in into.values:
-            into.judged["fp16"] = KeyTreatment((), "no effect", f"{key} says the dtype")
+            into.note("fp16", f"{key} says the dtype", "no effect")
         elif into.values["fp16"]:
             key = "fp16"
     if key not in into.values:
@@ -137,17 +142,62 @@ def _precision(into: Translation, kind: str) -> None:
         for name in (("bf16", "fp16") if dtype == "fp16" else ("fp16", "bf16"))
         if name == dtype or name in into.raw
     }
-    if not all(into.put(key, path, on) for path, on in switches.items()):
-        return
-    paths: dict[str, object] = {}
+    sets: dict[str, object] = {**switches}
     if cast:
-        paths["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
+        sets["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
         why.append("float leaves of the batch are cast too")
     if dtype == "fp16" and kind != "DEEPSPEED":
-        paths |= {f"fp16.{name}": value for name, value in _SCALER.items()}
+        sets |= {f"fp16.{name}": value for name, value in _SCALER.items()}
         why.append("the scale is that of torch's GradScaler")
-    for path, value in paths.items():
-        into.put(key, path, value)
     if dtype == "bf16" and kind != "DEEPSPEED":
         into.imply("bf16.check_grad_overflow", False, "as torch: no update is skipped in bf16")
-    into.stands_for(key, *paths, *switches, reason="; ".join(why))
+    into.sets(key, sets, "; ".join(why))
+
+
+def _deepspeed(into: Translation, folder: Path) -> None:
+    """Translates the section as `accelerate.utils.DeepSpeedPlugin` interprets it.
+
+    If the section names a JSON, the section's values replace its "auto" values, and a value that
+    differs is a problem that names both.
+
+    Args:
+      into: The translation, which is updated.
+      folder: The folder of the YAML, which the path of the JSON is relative to.
+
+    Raises:
+      ConfigError: The JSON cannot be read.
+    """
+    if given := into.values.get(_FILE):
+        file = _find_file(Path(given), folder)
+        into.file = str(file)
+        try:
+            into.raw, problems = read_json(file)
+        except ConfigError as error:
+            raise ConfigError(f"{_FILE}: {file}: {each}" for each in error.problems) from None
+        into.problems += problems + list(rename(into.raw))
+        into.of_file = plain(into.raw)
+        into.note(_FILE, f"its keys follow: {file}", holds=given)
+    for key, path in BECOMES.items():
+        if (value := into.values.get(key)) is not None:
+            into.sets(key, {path: value})
+    if into.file:
+        return
+    into.names = {path: key for key, path in BECOMES.items()}
+    if (stage := f"{ZERO}.stage") not in into.said:
+        into.imply(stage, _DEFAULT_STAGE, "Accelerate's, where zero_stage is not given")
+
+
+def _find_file(given: Path, folder: Path) -> Path:
+    """Returns the file of a path that is relative to the YAML's folder or the current folder."""
+    candidates = [folder / given.expanduser(), given.expanduser()]
+    existing = [place for place in candidates if place.exists()]
+    if len(existing) == 2 and not existing[0].samefile(existing[1]):
+        raise ConfigError(
+            f"{_FILE}: {as_text(str(given))} exists beside the YAML and in {Path.cwd()}; write the "
+            "full path"
+        )
+    if not existing:
+        folders = dict.fromkeys(str(each.resolve()) for each in (folder, Path.cwd()))
+        where = "" if given.is_absolute() else f" in {' or in '.join(folders)}"
+        raise ConfigError(f"{_FILE}: no such file: {given}{where}; check the path")
+    return existing[0]

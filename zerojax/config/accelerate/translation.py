@@ -3,33 +3,17 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerojax.config.accelerate.check import Leaf
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.keys import KEYS as JSON_KEYS
-from zerojax.config.keys import NULLABLE
-from zerojax.config.notes import Note, Status
+from zerojax.config.row import Note, Status
 
 _PROGRAM_KEYS = (*BATCH_SIZES, "gradient_clipping")
 """Keys for values that an Accelerate program sets in code: in its data loaders, in `Accelerator`,
 and in `clip_grad_norm_`."""
-
-
-class KeyTreatment(NamedTuple):
-    """The treatment of a key of the YAML.
-
-    Attributes:
-      sets: The JSON keys that the YAML key stands for, by dotted path.
-      status, reason, holds: As in `Note`; without a reason, the note of the first key in `sets`
-        supplies all three.
-    """
-
-    sets: tuple[str, ...]
-    status: Status = "honoured"
-    reason: str = ""
-    holds: object = None
 
 
 @dataclass
@@ -41,8 +25,9 @@ class Translation:
       values: The YAML's valid values by current name.
       raw: The JSON, in plain dicts.
       file: The path of the JSON that the YAML names; "" for none.
-      of_file: The original contents of that JSON.
-      judged: The treatment of the valid keys, by current name.
+      of_file: The original contents of that JSON; without one, the keys that are left open.
+      judged: Notes on the valid keys, by current name; without a reason, the note of the first key
+        of the JSON that the key sets supplies treatment and reason.
       names: YAML keys that can set a JSON key, by the JSON key, for messages.
       implied: Reasons for Accelerate's defaults, by the JSON key that they set.
       problems: Sentences, each of which begins with a key of the YAML or of the JSON.
@@ -54,26 +39,34 @@ class Translation:
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
     of_file: dict[str, object] = field(default_factory=dict)
-    judged: dict[str, KeyTreatment] = field(default_factory=dict)
+    judged: dict[str, Note] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
     # of_file's values for keys of both files
     _both: dict[str, object] = field(default_factory=dict)
 
-    def put(self, key: str, path: str, value: object) -> bool:
-        """Sets `path` of the JSON from `key` of the YAML, unless the JSON's file sets a value.
+    def sets(self, key: str, values: Mapping[str, object], reason: str = "") -> None:
+        """Translates a key of the YAML into keys of the JSON.
 
-        If one of the two values is "auto", the other wins. Two values that differ are a problem.
+        If the JSON's file has a value too, and one of the two is "auto", the other wins. Two values
+        that differ are a problem, of which there is one for a key.
 
-        Returns:
-          Whether the two values agree.
+        Args:
+          key: The key of the YAML.
+          values: The values that it stands for, by dotted key of the JSON.
+          reason: Its effect; "" for that of the first key of the JSON.
         """
+        if all(self._put(key, path, value) for path, value in values.items()):
+            self.note(key, reason, holds=self.values[key], sets=(*values,))
+
+    def _put(self, key: str, path: str, value: object) -> bool:
+        """Sets a key of the JSON; returns whether the JSON's file agrees."""
         *sections, name = path.split(".")
         target = self.raw
-        for i, section in enumerate(sections):
-            if target.get(section) is None and ".".join(sections[: i + 1]) in NULLABLE:
+        for section in sections:
+            if target.get(section) is None:
                 target[section] = {}
-            target = target.setdefault(section, {})
+            target = target[section]
             if not isinstance(target, dict):
                 return True  # the loader reports this problem
         existing = target.get(name)
@@ -83,19 +76,26 @@ class Translation:
             target[name] = value
         elif value != "auto" and _checked(path, existing) != _checked(path, value):
             self.problems.append(
-                f"{key} = {as_text(self.values[key])} says otherwise than {path} = "
-                f"{as_text(existing)} in {self.file}; take one of them out"
+                f"{key} = {as_text(self.values[key])} contradicts {path} = "
+                f"{as_text(existing)} in {self.file}; remove one of them"
             )
             return False
         return True
 
-    def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
-        """Records that a key of the YAML is translated into these keys of the JSON."""
-        self.judged[key] = KeyTreatment(paths, "honoured", reason, self.values[key])
+    def note(
+        self,
+        key: str,
+        reason: str,
+        status: Status = "honoured",
+        holds: object = None,
+        sets: tuple[str, ...] = (),
+    ) -> None:
+        """Records the treatment of a key of the YAML."""
+        self.judged[key] = Note(key, self.values[key], status, reason, holds, sets)
 
     def imply(self, path: str, value: object, reason: str) -> None:
         """Sets a key of the JSON to Accelerate's default, since no key of the YAML sets it."""
-        self.put("", path, value)
+        self._put("", path, value)
         self.implied[path] = reason
 
     def leave_open(self, auto: Mapping[str, object]) -> None:
@@ -106,7 +106,7 @@ class Translation:
         """
         for path in () if self.file else _PROGRAM_KEYS:
             if path in auto and (path not in self.raw or path in self.implied):
-                self.raw[path] = "auto"
+                self.raw[path] = self.of_file[path] = "auto"
                 self.implied.pop(path, None)
 
     def refuse(self, key: str, why: str) -> None:
@@ -122,15 +122,15 @@ class Translation:
         json_notes, yaml_keys = {note.key: note for note in of_json}, self.said
         notes = []
         for path, key, value in self.leaves:
-            if (judged := self.judged.get(key)) is None:
+            if (note := self.judged.get(key)) is None:
                 continue
-            sets, status, reason, holds = judged
-            first = json_notes.get(sets[0]) if sets else None
-            if sets and first is None:
-                continue  # the JSON key has a problem, and so no note
-            if first and not reason:
-                status, reason, holds = first.status, f"{first.key}: {first.reason}", first.holds
-            notes.append(Note(path, value, status, reason, holds, sets))
+            if note.sets:
+                if (first := json_notes.get(note.sets[0])) is None:
+                    continue  # the JSON key has a problem, and so no note
+                if not note.reason:
+                    reason = f"{first.key}: {first.reason}"
+                    note = note._replace(status=first.status, reason=reason, holds=first.holds)
+            notes.append(note._replace(key=path, value=value))
         for note in of_json:
             if note.key in self.implied:
                 notes.append(note._replace(status="default", reason=self.implied[note.key]))
@@ -170,26 +170,3 @@ def _checked(path: str, value: object) -> object:
         return JSON_KEYS[path].kind.check(value)
     except ConfigError:
         return value
-
-
-def without(
-    raw: Mapping[str, object], paths: Iterable[str], section: str = ""
-) -> dict[str, object]:
-    """Returns a copy of a JSON without some keys and without sections that this leaves empty.
-
-    Example:
-      >>> without({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, ["fp16.enabled"])
-      {'zero_optimization': {'stage': 2}}
-    """
-    paths = frozenset(paths)
-    kept: dict[str, object] = {}
-    for name, value in raw.items():
-        path = f"{section}{name}"
-        if path in paths:
-            continue
-        if isinstance(value, Mapping) and any(other.startswith(f"{path}.") for other in paths):
-            value = without(value, paths, f"{path}.")
-            if not value:
-                continue
-        kept[name] = value
-    return kept

@@ -169,6 +169,7 @@ class Graph:
             place = depth, is_grouped, together if is_grouped else i
             groups.setdefault(place, []).append(equation)
             depths.update(dict.fromkeys(equation.outvars, depth + is_grouped))
+        # Keys need not have an order; within a depth a stable sort keeps the program's.
         return [groups[place] for place in sorted(groups, key=lambda place: place[:2])]
 
     def where(self, test: Callable[[Equation], bool]) -> list[Equation]:

@@ -59,6 +59,7 @@ def _broadcast(v: Atom, graph: Graph) -> Computation | None:
         return None
     if eqn.primitive is prims.broadcast_in_dim_p:
         operand, *sizes = eqn.invars
+        # Further operands are dynamic sizes; a broadcast of dimensions of size 1 saves no memory.
         is_larger = not sizes and v.aval.size > operand.aval.size
         return Computation([eqn], operand) if is_larger else None
     if not jaxprs.is_plain_call(eqn):

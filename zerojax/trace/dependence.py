@@ -106,6 +106,7 @@ def with_updated_copies(closed: AnyJaxpr, given: Parts, results: PyTree) -> AnyJ
         own, of_copy = (
             {same.get(term, term) for term in _terms(jaxpr, outs[i])} for i in (new, new_copy)
         )
+        # A sum in a wider dtype than the copy's is another number.
         if own and own == of_copy and outs[new].aval == outs[new_copy].aval:
             outs[new] = outs[new_copy]
     return jaxprs.with_body(closed, jaxpr.replace(outvars=outs))

@@ -77,6 +77,7 @@ def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice]:
 def _is_by_element(eqn: Equation) -> bool:
     name = eqn.primitive.name
     is_known = name in ELEMENTWISE or name in ("broadcast_in_dim", "reshape", "transpose")
+    # A requested sharding is one of the whole array's dimensions, which one layer does not have.
     return is_known and jaxprs.param(eqn, "sharding", None) is None
 
 

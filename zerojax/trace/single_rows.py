@@ -51,6 +51,7 @@ class SmallProducts(NamedTuple):
         device, devices = mesh.devices.flat[0], batch_devices(mesh)
         if device.platform not in GPUS:
             return None
+        # Devices that do not share the rows share the matrix (tensor parallelism).
         shards = mesh.size // devices
         columns = int(rates_of(device, 0).bandwidth / COLUMN_BANDWIDTH)
         return cls(devices, shards * LEAST_PRODUCT, shards * columns)

@@ -206,6 +206,7 @@ class Arguments:
         arguments._frozen = frozenset(without_self(self._frozen - removed))
         arguments._batch = without_self(self._batch)
         arguments._state = without_self(self._state)
+        # Slots count without self now, so that what is known of calls does not hold.
         arguments._found = {}
         return arguments
 

@@ -89,6 +89,7 @@ class Body:
         if self.kind.write_back is not None:
             new_parts = self.kind.split(*state)
             pairs = zip(*map(jax.tree.leaves, (new_parts.params, parts.params)), strict=False)
+            # By identity: in a trace, an updated parameter is another tracer.
             is_same = all(new is old for new, old in pairs)
             if self.kind.knows_parameters and len(state) > 2 and is_same:
                 raise ValueError(
@@ -188,6 +189,7 @@ class Body:
             return
         leaves = len(jax.tree.leaves(start.params))
         times, looped = count(jaxpr, GRADIENT)
+        # An update marks as many gradients as it receives: of a subtree, fewer than all parameters.
         n = times // max(1, min(self._sizes, default=leaves))
         if not n + looped and _updates_itself(jaxpr, start):
             if self._needs_tx:
@@ -251,6 +253,7 @@ def _with_own_update(new_parts: Parts, before: Parts) -> Parts:
         return new_parts
     if not isinstance(view, View):  # another optimizer returns optax's state
         view = old.around(view)
+    # The state's own optimizer counts its updates; a counter that it left alone is the same tracer.
     if view.opt.steps is not old.opt.steps:
         return new_parts._replace(opt_state=view)
     opt = view.opt._replace(steps=old.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))

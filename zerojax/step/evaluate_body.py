@@ -105,6 +105,7 @@ def evaluate_body(
     replace = {**replacements(closed, start.opt_state.opt.loss_scale)}
     if send is not None:
         replace[GRADIENT] = send
+    # Only now, because the check counts the marks of all gradients.
     closed, trace = without_unused_gradients(closed), _with_used_gradients(trace)
     if schedule is not None:
         closed = _pipelined(setting, schedule, trace, closed, start, batch, shapes)

@@ -211,6 +211,7 @@ class OptimizerUpdate:
         on_disk = [x for x in arrays if isinstance(x, DiskLeaf)]
         try:
             self.by_groups.run(arrays, scalars)
+        # A KeyboardInterrupt too leaves files that hold neither the old state nor the new one.
         except BaseException:
             for leaf in on_disk:
                 leaf.torn()

@@ -139,6 +139,7 @@ class Analysis(EquationAnalysis):
         eqn = place[-1]
         if not eqn.outvars:
             return []
+        # Behind the backward pass, a micro-batch's share of a gradient stands for the sum.
         if not backward:
             kinds = [k.added for k in kinds]
         if bad := [k for k in kinds if k.name == "mixed"]:
@@ -205,6 +206,7 @@ class Analysis(EquationAnalysis):
         sums, stacked = loop.results(outs)
         results: Kinds = []
         for i, (old, new) in enumerate(zip(carry, sums, strict=True)):
+            # A carry that iterations return as it is may be any number.
             if body.outvars[i] is not given[i] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, LOOPS)
             key = eqn.outvars[i]

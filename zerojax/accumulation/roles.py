@@ -235,6 +235,7 @@ def _feeds_noise(flat: Flat, start: Atom) -> bool:
     """Returns whether an argument is a key, or integers that keys are derived from."""
     dtype = start.aval.dtype
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    # A raw key, from jax.random.PRNGKey, is an array like any other of its dtype.
     return key or (dtype == jnp.uint32 and _reaches_noise(flat, start))
 
 

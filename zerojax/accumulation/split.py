@@ -235,6 +235,7 @@ class _Once:
         while (before := self._one_to_one(chain[-1])) is not None:
             chain.append(before)
         known = [i for i, x in enumerate(chain) if x in self._wants]
+        # A gradient crosses where it has a target spec, so that its sum is sharded in the loop.
         position = known[-1] if known else len(chain) - 1
         self.crossing[chain[position]] = None
         return [x for y in chain[:position] for x in self._take(y) if x not in chain]

@@ -165,6 +165,7 @@ def _constrained(eqn: Equation, value: Any, axes: Collection[str]) -> Any:
         kept = () if entry is free else tuple(a for a in layout.axes(entry) if a not in axes)
         entries.append(kept or (free if entry is free or entry else None))
     named = any(isinstance(entry, tuple) for entry in entries)
+    # A spec alone, for the mesh of the surrounding shard_map, whose axes are manual in part.
     return lax.with_sharding_constraint(value, PartitionSpec(*entries)) if named else value
 
 
@@ -193,6 +194,8 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
     high = high[..., None] + (position < rest).astype(jnp.uint32)
     one, two = jax.random.key_data(key)
     counts = [x.reshape(shape) for x in (high, position)]
+    # As jax's threefry_random_bits with jax_threefry_partitionable: counters are positions in 64
+    # bits, 64 bits take both words, and fewer take their xor.
     bits = threefry2x32_p.bind(one, two, *counts)
     width, dtype = jaxprs.param(eqn, "bit_width"), eqn.outvars[0].aval.dtype
     if width == 64:

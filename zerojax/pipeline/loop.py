@@ -77,6 +77,7 @@ class LayerLoop(NamedTuple):
             mesh=schedule.mesh,
             in_specs=tuple(map(stage.operand_spec, range(len(values)))),
             out_specs=[*map(stage.result_spec, range(len(self.results)))],
+            # Other axes, such as "model", stay automatic: XLA shards each layer over them.
             axis_names={*schedule.axes},
             check_vma=False,
         )(*given)
@@ -172,6 +173,7 @@ class Stage:
         entered = t - place  # how many micro-batches have entered before
         busy = (entered >= 0) & (entered < m)
         slot, first, last = t % schedule.slots, place == 0, place == schedule.stages - 1
+        # All stages run one program: an idle one computes too, and its results do not count.
         micro_batch = self.streams.micro_batch(jnp.clip(entered, 0, m - 1))
         streams = {i: _entry(x, slot) for i, x in state.streams.items()}
         given = [*values]

@@ -74,6 +74,7 @@ class Pipeline:
         self._rows = n // schedule.parts
         # Functions of all devices are traced on as many rows for each as a stage runs.
         each = self._rows * schedule.stages * schedule.row_devices
+        # On one number of rows alone, nothing shows which dimensions grow.
         rows = TracedRows(n, each if each != n else 2 * each)
         try:
             self._symbolic = symbolic_step(trace, closed, batch, roles, rows)

@@ -101,6 +101,7 @@ class ParamReader:
             last = self._last.get(request[:2], request.entry - 1)
             self._last[request[:2]] = request.entry
             shard = self._ahead.pop(request, None) or self._pool.submit(self._slice, request)
+            # A scan reads entries upwards, and its backward pass downwards.
             next_read = request._replace(entry=2 * request.entry - last)
             is_within = 0 <= next_read.entry < (self.arrays[number].shape or (0,))[0]
             if request.entry not in (_ENTIRE, last) and is_within and next_read not in self._ahead:

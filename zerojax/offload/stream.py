@@ -140,6 +140,7 @@ class GroupPrograms:
         ``next_starts`` are the first rows of each part of ``group`` and of ``coming``, int32
         [parts], and ``scalars`` are the prelude's.
         """
+        # By shapes and equations, not by arrays: equal layers are updated by one program.
         key = self._signature(group), self._signature(coming), self._shared(group, coming)
         if key not in self._programs:
             is_unsplit = is_sent_unsplit(group)

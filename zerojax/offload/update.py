@@ -154,6 +154,7 @@ class Update:
             # The next sub-group is read during the update.
             reads = _Reads(self.programs, turn.after, arrays)
             written, host_arrays, disk_results = turn.update(arrays, loaded, scalars)
+            # A name that is left would keep this half on the device during the next turn.
             del loaded
             for i, x in zip(numbers.written, written, strict=True):
                 arrays[i] = x

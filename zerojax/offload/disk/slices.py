@@ -110,6 +110,7 @@ def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Stor
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         assert index is not None
+        # Slices have no hash before Python 3.12.
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         holders.setdefault(bounds, []).append(device)
     addressable = sharding.addressable_devices

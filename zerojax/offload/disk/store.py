@@ -113,6 +113,7 @@ class DiskStore:
           DiskStateError: an earlier write failed.
         """
         self._tidy()
+        # Before the block is queued, because a queue would hold any number of arrays in memory.
         self._room.acquire()
         try:
             self._check()

@@ -131,6 +131,7 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
     """Converts a parameter at rest into the leaf that the step computes with."""
     low = config.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     dtype = DTYPES[config.compute_dtype] if low else leaf.dtype
+    # Random keys, whose bytes stay as they are, have no numpy dtype.
     itemsize = jnp.dtype(leaf.dtype).itemsize if low else 1
     compute_itemsize = jnp.dtype(dtype).itemsize if low else 1
     return dataclasses.replace(

@@ -162,8 +162,10 @@ def shard_spec(
         if n_slices == 1:
             reason = f"no dimension of {described} is divisible by {n}"
     nests = cut.nests(shard_shape, partition)
+    # With fewer elements than devices, copies are not for want of a dimension.
     n_copies = n // n_slices if math.prod(shard_shape) >= n else 1
     spec = _spec(own, cut, axis, n, partition if nests else 1)
+    # On a joined axis, a part may fall across the border between two axes of the mesh.
     if parts and not layout.separable(spec, mesh):
         return shard_spec(
             shape, own, mesh, axis, smallest, small=small, parts=False, partition=partition

@@ -410,6 +410,7 @@ def evaluate(
 
 def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """Returns the abstract value of a variable for tracing; with another shape, if given."""
+    # Without it, what comes from a Python number would promote the dtypes that it meets.
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 

@@ -170,6 +170,7 @@ class Analysis(Generic[F]):
             for far, near in carries:
                 grown[near] = self._join(grown[near], found[far])
             if grown == given:
+                # Of a loop without iterations, the results are the start values.
                 for far, near in carries if region.may_be_skipped else ():
                     found[far] = self._join(found[far], given[near])
                 return found

@@ -63,6 +63,7 @@ class Graph:
         users: dict[Atom, list[Use]] = {}
         for equation in self._equations:
             for i, v in enumerate(equation.invars):
+                # A literal has no hash, and is no value of the graph.
                 if not isinstance(v, core.Literal):
                     users.setdefault(v, []).append(Use(equation, i))
         return users

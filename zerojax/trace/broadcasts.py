@@ -69,6 +69,7 @@ def _broadcast(v: Atom, graph: Graph) -> Computation | None:
     found = _broadcast(body.outvars[eqn.outvars.index(v)], inner)
     if found is None:
         return None
+    # jnp.where casts a number before it broadcasts it, both in one call.
     while (
         before := inner.producer(found.operand)
     ) and before.primitive is prims.convert_element_type_p:

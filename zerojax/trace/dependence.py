@@ -137,6 +137,7 @@ def unchanged(jaxpr: Jaxpr) -> Sequence[int | None]:
 def _is_sum(jaxpr: Jaxpr, out: Atom, one: Atom | None, other: Atom | None) -> bool:
     """Returns whether a result of a jaxpr is only the sum of two of its arguments."""
     graph = graph_of(jaxpr)
+    # optax.apply_updates casts the sum back to the parameter's dtype.
     v = graph.origin(out, _COPIES)
     if (eqn := graph.producer(v)) is None:
         return False

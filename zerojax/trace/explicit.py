@@ -165,7 +165,7 @@ def _automatic(closed: AnyJaxpr, mesh: Mesh) -> core.ClosedJaxpr:
     ]
 
     def run(eqn: Equation, values: list[jax.typing.ArrayLike]) -> Sequence[jax.typing.ArrayLike]:
-        # Under the user's jax.set_mesh, JAX would type the new equations with its explicit axes.
+        # An equation's own context has the explicit axes, by which JAX would type its results.
         with jaxprs.traced_where(eqn), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return _equation(eqn, [*map(_constant, values)], mesh)
 

@@ -264,6 +264,7 @@ def _call(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
 def _cond(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
     index, *operands = eqn.invars
     programs = [_program(branch, operands, recipes) for branch in jaxprs.param(eqn, "branches")]
+    # As closures, because each branch may take other codes and scales.
     branches = [program.given(operands, value) for program in programs]
     chosen: list[Any] = lax.switch(value(index), branches)
     return chosen

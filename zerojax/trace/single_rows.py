@@ -103,6 +103,7 @@ def _single_row(product: Contraction, side: int, products: SmallProducts) -> int
     free = product.free(side)
     rows = [d for d in free if row.shape[d] == 1]
     columns = math.prod(matrix.shape[d] for d in product.free(1 - side))
+    # One row that all devices have, or one on each of those that share the batch.
     is_single = math.prod(row.shape[d] for d in free) in (1, products.devices)
     is_small = 1 < columns < products.columns and matrix.size < products.elements
     return rows[-1] if rows and is_single and is_small else None

@@ -161,6 +161,7 @@ class Arguments:
 
     def _signature(self, given: dict[Slot, PyTree]) -> Signature:
         """Finds what each argument of a call is."""
+        # The first argument with rows is the batch: the first of the definition, not of the call.
         given = self._in_order(given)
         positions = sum(isinstance(slot, int) for slot in given)
         free = [slot for slot in given if slot not in self._static | self._frozen]

@@ -75,6 +75,7 @@ class Body:
           TypeError: The step does not return its new state, or changes the state's structure.
           ValueError: The step does not update its model.
         """
+        # Under accumulation a step is traced more than once.
         self._sizes.clear()
         tx = of_parts(tx, self.name, parts.params, self._sizes)
         view = parts.opt_state
@@ -91,6 +92,7 @@ class Body:
             pairs = zip(*map(jax.tree.leaves, (new_parts.params, parts.params)), strict=False)
             # By identity: in a trace, an updated parameter is another tracer.
             is_same = all(new is old for new, old in pairs)
+            # Of several models, the first is taken for the one that trains.
             if self.kind.knows_parameters and len(state) > 2 and is_same:
                 raise ValueError(
                     f"{self.name} never updates the first model among its arguments. Pass the "

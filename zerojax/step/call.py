@@ -226,6 +226,7 @@ def is_key(x: object) -> bool:
 
 def is_array(x: object) -> bool:
     """Returns whether the step traces an argument: an array, abstract or not, or a number."""
+    # A flag, such as train=True, decides in Python, so that it is part of the program.
     if isinstance(x, bool | str | type):
         return False
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):

@@ -114,6 +114,7 @@ def evaluate_body(
     # Decide how the parameters that stay gathered are gathered.
     given, kept, dims = _arguments(setting, start, params, batch)
     rows = RowDimensions.of_program(closed, dims)
+    # Under accumulation each micro-batch's loop would gather the stacks again.
     fill = inserter.overlap and k == 1
     kept = gather_once.decide(closed, given, kept, inserter, rows, fill=fill)
 
@@ -136,6 +137,7 @@ def _tracing(
     further: Further,
 ) -> Trace:
     """Returns a function that traces the step on a batch."""
+    # Once, not in each trace: all traces of the step share what is gathered here.
     shards = enter_arguments(setting.inserter, further)
 
     def trace(batch: PyTree) -> tuple[Any, PyTree]:

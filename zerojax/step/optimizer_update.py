@@ -110,6 +110,7 @@ class OptimizerUpdate:
                 plan,
                 on_host=optimizer is not None and optimizer.compute_on == "host",
             )
+        # Unequal trees raise either; if the optimizer takes all parameters, the fault is its own.
         except (TypeError, ValueError) as error:
             if self._takes_all():
                 raise

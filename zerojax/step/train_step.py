@@ -136,7 +136,7 @@ class Step(Decorated[P, R]):
         call = call._replace(further=with_specs(call.further, setting.plan))
         if not is_checked:
             layout.check(call.batch)
-        # A program takes over all arrays of a state or none: two tell, at no cost for each leaf.
+        # A step takes over a state as a whole: two arrays tell, at no cost for each leaf.
         _check_not_deleted((flat.leaves[0], flat.leaves[-1]))
         after_step.check()
         is_placed = is_checked and known.placed

@@ -198,6 +198,7 @@ class Analysis(EquationAnalysis):
         outers = {k.outer for k in xs if k.rows} - {None}
         if any(k.rows for k in (*consts, *start)) or any(k.index for k in xs) or len(outers) > 1:
             return refused(eqn, MIXES)
+        # A carry that begins with zeros may add up rows; another start would be added k times.
         carry = [RowKind("sum", learned=k.learned) if k.zero else k for k in start]
         row_kinds = [RowKind("row", learned=k.learned) if k.rows else k for k in xs]
         outs = self._body(loop.body, [*consts, *carry, *row_kinds], place, backward)

@@ -121,6 +121,7 @@ def _is_batched(eqn: Equation) -> bool:
     """Returns whether ``jax.vmap`` can batch an equation."""
     has_no_operands = not jaxprs.variables(eqn.invars)  # such as an iota
     is_call = eqn.primitive in jaxprs.CALLS
+    # The table in which jax.vmap looks for the rule of a primitive.
     return has_no_operands or is_call or eqn.primitive in batching.fancy_primitive_batchers
 
 

@@ -98,6 +98,7 @@ def roles_of(
     ]
     return Roles(
         name=name,
+        # Without the counter: what follows from it and the batch alone may be computed first.
         learned=frozenset([*range(ends[1]), *rest]),
         batch=range(ends[3], ends[3] + len(jax.tree.leaves(batch))),
         state=range(ends[3]),

@@ -250,6 +250,7 @@ class _Once:
         if own or eqn.primitive.name not in _ONE_TO_ONE or len(numbers) != 1:
             return None
         (number,) = numbers
+        # A broadcast behind the sum would only make the loop carry more.
         alike = number.aval.size == v.aval.size and _same_sort(number, v)
         return number if alike and number not in self._available else None
 

@@ -191,6 +191,7 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
     row += rows.first.astype(jnp.uint32) * np.uint32(each)
     high, low = _product(outer[:, None] * np.uint32(each * rows.total) + row, inner)
     position = low[..., None] + rest
+    # A sum of unsigned integers that is smaller than a term has overflowed.
     high = high[..., None] + (position < rest).astype(jnp.uint32)
     one, two = jax.random.key_data(key)
     counts = [x.reshape(shape) for x in (high, position)]
@@ -205,6 +206,7 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
 
 def _product(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     """Returns the high and the low 32 bits of the products of 32-bit numbers."""
+    # By halves, because JAX has no 64-bit integers unless jax_enable_x64 is set.
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a1, a0, b1, b0 = a >> half, a & mask, np.uint32(b >> 16), np.uint32(b & 0xFFFF)
     middle = a1 * b0 + (a0 * b0 >> half)

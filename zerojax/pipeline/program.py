@@ -211,6 +211,7 @@ class Pipeline:
         shapes = [jaxprs.like(v.aval) for v in flat.invars]
         closed = jax.make_jaxpr(functools.partial(self._run, flat, *arrays))(*shapes)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
+        # Arrays that the trace closes over are its constants, as the same objects.
         given = {id(x): const for x, const in zip(arrays, flat.consts, strict=True)}
         return jaxpr, tuple(given.get(id(x), x) for x in consts)
 

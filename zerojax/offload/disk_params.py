@@ -85,6 +85,7 @@ class ParamReader:
         Raises:
           DiskStateError: A parameter's bytes are not those that were written.
         """
+        # An error of a read is known once the program, which runs on without the bytes, has ended.
         if self.arrays:
             jax.block_until_ready(results)
         if self._failed is not None:
@@ -164,6 +165,7 @@ class DiskParam:
 
         def read_shard(entry: jax.Array) -> jax.Array:
             result = jax.ShapeDtypeStruct(local, self.dtype)
+            # JAX does not tell a callback on which device it runs.
             position = lax.axis_index(mesh.axis_names)
             return cast(jax.Array, jax.pure_callback(read, result, position, entry))
 

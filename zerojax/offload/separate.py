@@ -224,6 +224,7 @@ def _first_of_equal_scalars(jaxpr: Jaxpr) -> dict[Atom, Atom]:
         out, *others = eqn.outvars
         if eqn.primitive.name not in ELEMENTWISE or out.aval.ndim:
             return eqn.outvars
+        # As text, because parameters and literals have no hash.
         return [seen.setdefault((eqn.primitive, str(eqn.params), *operands), out), *others]
 
     first: dict[Atom, Value] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}

@@ -83,6 +83,7 @@ class GroupPrograms:
         self._options = options
         self._separated, self._target = separated, target
         self._gatherer, self._mesh, self._on_host = gatherer, gatherer.mesh, on_host
+        # shard_map takes axes of the mesh, not axes that ZeRO has joined.
         self._placements = [
             x._replace(spec=PartitionSpec(*layout.separate(x.spec, self._mesh))) for x in placements
         ]

@@ -218,6 +218,7 @@ class _Reads:
             leaf if part.rows is None else self._programs.abstract(i, part.rows)
         )
         local = like.sharding.shard_shape(like.shape)
+        # Shard by shard: a jax.device_put to several processes compares what they pass.
         return jax.make_array_from_single_device_arrays(
             like.shape,
             like.sharding,

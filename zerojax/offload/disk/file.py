@@ -79,6 +79,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:
+        # File systems without O_DIRECT, such as older versions of tmpfs.
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, os.O_RDONLY)

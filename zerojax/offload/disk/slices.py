@@ -165,6 +165,7 @@ def flat_chunk(x: jax.Array, chunk: range) -> Data:
     return _slice(x, chunk.start, len(chunk))
 
 
+# The start is traced, so that all chunks of a size share a program.
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(x: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.dynamic_slice(x.reshape(-1), (start,), (size,))

@@ -101,6 +101,7 @@ def _parameters(
 
 def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
     """Builds the rule that turns a path, an array and the user's spec into a leaf at rest."""
+    # Below stage 3 the step gathers parameters once anyway, and moments of any size are sharded.
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
     allow_parts = not offloads(config)  # offload streams sub-groups as rows on one mesh
 

@@ -138,6 +138,7 @@ def shard_spec(
         return ShardSpec(own, f"its own spec takes the {axis!r} axis")
     if n == 1:
         return ShardSpec(own, f"the {axis!r} axis has one device")
+    # As in DeepSpeed, the threshold counts elements of the whole parameter.
     if math.prod(shape) < smallest:
         reason = f"below stage3_param_persistence_threshold ({smallest:,} elements)"
         return ShardSpec(own, reason)
@@ -201,6 +202,7 @@ def _exact(shard_shape: tuple[int, ...], free: tuple[int, ...], n: int, parts: b
     return min([Cut(()), *cuts], key=lambda cut: (cut.share(shard_shape), len(cut.slices)))
 
 
+# Cached, as models repeat a few shapes in many layers.
 @functools.cache
 def _best(
     shard_shape: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool, partition: int

@@ -102,6 +102,7 @@ def is_plain_call(eqn: Equation) -> bool:
     """Returns whether an equation is a call that states no shardings of its operands."""
     if eqn.primitive is not prims.jit_p:
         return eqn.primitive is prims.closed_call_p
+    # They are the shardings of the present operands, which a rewrite exchanges.
     shardings = param(eqn, "in_shardings")
     return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)
 

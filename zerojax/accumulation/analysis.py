@@ -139,6 +139,7 @@ class Analysis(EquationAnalysis):
         eqn = place[-1]
         if not eqn.outvars:
             return []
+        # Behind the backward pass, a micro-batch's share of a gradient stands for the sum.
         if not backward:
             kinds = [k.added for k in kinds]
         if bad := [k for k in kinds if k.name == "mixed"]:
@@ -197,6 +198,7 @@ class Analysis(EquationAnalysis):
         outers = {k.outer for k in xs if k.rows} - {None}
         if any(k.rows for k in (*consts, *start)) or any(k.index for k in xs) or len(outers) > 1:
             return refused(eqn, MIXES)
+        # A carry that begins with zeros may add up rows; another start would be added k times.
         carry = [RowKind("sum", learned=k.learned) if k.zero else k for k in start]
         row_kinds = [RowKind("row", learned=k.learned) if k.rows else k for k in xs]
         outs = self._body(loop.body, [*consts, *carry, *row_kinds], place, backward)
@@ -205,6 +207,7 @@ class Analysis(EquationAnalysis):
         sums, stacked = loop.results(outs)
         results: Kinds = []
         for i, (old, new) in enumerate(zip(carry, sums, strict=True)):
+            # A carry that iterations return as it is may be any number.
             if body.outvars[i] is not given[i] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, LOOPS)
             key = eqn.outvars[i]

@@ -167,6 +167,7 @@ class EquationAnalysis:
         """Returns the kinds of an equation's results if its operands or results have rows."""
         eqn = place[-1]
         name = eqn.primitive.name
+        # A barrier passes each operand on, whatever kinds the others have.
         if name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
         adds_up = name in SCATTER_ADDS and kinds[0].name == "sum"
@@ -194,6 +195,7 @@ class EquationAnalysis:
         if out is None:
             shape = next(filter(None, map(self._misshapen, eqn.outvars)), None)
             why, at = UNKNOWN if rule is None else MIXES, where(eqn)
+            # The rows alone would pass: their numbers are what the rule refuses.
             if rule is not None and rule(eqn, [k.but(index="") for k in kinds]) is not None:
                 why, at = _NUMBERS, together(kinds)["counted"]
             return [mixed(why, at, shape)] * len(eqn.outvars)

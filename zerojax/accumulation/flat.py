@@ -213,6 +213,7 @@ def _equal_or_counting(value: Any, use: Equation) -> core.ClosedJaxpr | None:
     """Returns a program for an array that holds one number, or counts up from 0 along a dimension,
     such as ``np.ones`` and ``np.arange``, at the line of its ``use``; None for others. Its equation
     may have rows of the batch, which a constant may not have."""
+    # An array from outside the step may be an argument of the program around it.
     if isinstance(value, jax.core.Tracer):
         return None
     known = isinstance(value, np.ndarray) or getattr(value, "is_fully_addressable", False)

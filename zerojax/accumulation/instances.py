@@ -67,6 +67,7 @@ class _Instance:
         """Returns a program on these rows."""
         body = self._program(program, self._rows, flat_variable)
         consts = [
+            # A constant in the batch's size is known for the rows of both traces alone.
             b if np.shape(a) != np.shape(b) and self._rows == self._traced[1] else a
             for a, b in zip(*self._symbolic.consts, strict=True)
         ]

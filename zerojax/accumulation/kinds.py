@@ -180,6 +180,7 @@ def join(one: RowKind, other: RowKind, where: str) -> RowKind:
     elif "own" in names and names <= {"own", "fixed"}:
         adds = all(k.adds or k.zero for k in (one, other))
         return RowKind("own", adds=adds, **inherited)
+    # Zeros are the sum of no rows.
     elif names == {"sum", "fixed"} and (one.zero or other.zero):
         return RowKind("sum", **inherited)
     elif names <= {"fixed", "global", *REDUCTIONS}:

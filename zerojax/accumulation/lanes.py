@@ -53,6 +53,7 @@ class Lanes(NamedTuple):
             return None
         axes = tuple(name for name in batch_axes(mesh) if not sharded or name == REPLICA)
         lanes = cls(mesh, axes)
+        # A lane has consecutive rows, so that its axes must be the outermost ones of the batch.
         return lanes if lanes.number > 1 and axes == batch_axes(mesh)[: len(axes)] else None
 
     @property
@@ -86,6 +87,7 @@ class Lanes(NamedTuple):
             return [plain(x) for x in task(rows)]
 
         name: Any = self.axes
+        # By spmd_axis_name, jax.vmap shards the lanes in the constraints of the step too.
         return jax.vmap(lane, spmd_axis_name=name)([self.constrain(x) for x in per_lane])
 
     def constrain(self, value: jax.Array, spec: Spec | None = None) -> jax.Array:
@@ -110,6 +112,7 @@ class Lanes(NamedTuple):
             return True
         if eqn.primitive is not prims.sharding_constraint_p:
             return False
+        # jax.vmap refuses a constraint to the axes of spmd_axis_name.
         spec = getattr(jaxprs.param(eqn, "sharding"), "spec", None)
         return spec is None or any({*layout.axes(entry)} & {*self.axes} for entry in spec)
 
@@ -118,6 +121,7 @@ def _is_batched(eqn: Equation) -> bool:
     """Returns whether ``jax.vmap`` can batch an equation."""
     has_no_operands = not jaxprs.variables(eqn.invars)  # such as an iota
     is_call = eqn.primitive in jaxprs.CALLS
+    # The table in which jax.vmap looks for the rule of a primitive.
     return has_no_operands or is_call or eqn.primitive in batching.fancy_primitive_batchers
 
 

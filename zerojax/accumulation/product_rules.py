@@ -54,6 +54,7 @@ def convolution(eqn: Equation, kinds: Kinds) -> RowKind | None:
     if not right.rows:
         return moved(eqn, left.but(zero=False)) if left.dim == lhs[0] else None
     same = apart(eqn, kinds) or shared_layout([k.but(dim=0) for k in kinds])
+    # For the gradient of a kernel JAX exchanges batch and features, so that rows are contracted.
     if left.dim != lhs[1] or same is None or same.index:
         return None
     if right.dim == rhs[1] and groups == 1:

@@ -38,6 +38,7 @@ def _highest(dtype: np.dtype) -> jax.typing.ArrayLike:
 
 
 def _all_bits(dtype: np.dtype) -> jax.typing.ArrayLike:
+    # -1 becomes the largest unsigned integer, and True.
     return np.array(-1).astype(dtype)
 
 

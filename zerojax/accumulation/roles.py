@@ -98,6 +98,7 @@ def roles_of(
     ]
     return Roles(
         name=name,
+        # Without the counter: what follows from it and the batch alone may be computed first.
         learned=frozenset([*range(ends[1]), *rest]),
         batch=range(ends[3], ends[3] + len(jax.tree.leaves(batch))),
         state=range(ends[3]),
@@ -234,6 +235,7 @@ def _feeds_noise(flat: Flat, start: Atom) -> bool:
     """Returns whether an argument is a key, or integers that keys are derived from."""
     dtype = start.aval.dtype
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    # A raw key, from jax.random.PRNGKey, is an array like any other of its dtype.
     return key or (dtype == jnp.uint32 and _reaches_noise(flat, start))
 
 

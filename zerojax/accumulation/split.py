@@ -235,6 +235,7 @@ class _Once:
         while (before := self._one_to_one(chain[-1])) is not None:
             chain.append(before)
         known = [i for i, x in enumerate(chain) if x in self._wants]
+        # A gradient crosses where it has a target spec, so that its sum is sharded in the loop.
         position = known[-1] if known else len(chain) - 1
         self.crossing[chain[position]] = None
         return [x for y in chain[:position] for x in self._take(y) if x not in chain]
@@ -249,6 +250,7 @@ class _Once:
         if own or eqn.primitive.name not in _ONE_TO_ONE or len(numbers) != 1:
             return None
         (number,) = numbers
+        # A broadcast behind the sum would only make the loop carry more.
         alike = number.aval.size == v.aval.size and _same_sort(number, v)
         return number if alike and number not in self._available else None
 

@@ -36,10 +36,13 @@ def reduced(eqn: Equation, kinds: Kinds) -> RowKind | None:
     summed = [k.name == "sum" for k in kinds]
     sum_or_zero = [k.name == "sum" or k.zero for k in kinds]
     if name in ADDITIVE:
+        # A number that each micro-batch adds to its sum would be in the total k times.
         return same if all(sum_or_zero) else None
     if name in BILINEAR:
+        # The product of two sums is not the sum of the micro-batches' products.
         return same if sum(summed) == 1 else None
     if name == "div":
+        # A division of integers rounds, each micro-batch's sum by itself.
         floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
         return same if summed == [True, False] and floats else None
     if name == "select_n":
@@ -57,6 +60,8 @@ def _keeps(eqn: Equation, kind: str) -> bool:
     if kind in ("and", "or"):
         return old == new
     if kind in ("sum", "prod"):
+        # A conversion from floats to integers rounds, too.
         are_integers = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
         return are_integers or jnp.issubdtype(new, jnp.inexact)
+    # Maxima and minima commute with what is monotone, and negative numbers become True.
     return not jnp.issubdtype(new, jnp.bool_)

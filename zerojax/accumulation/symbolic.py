@@ -29,6 +29,7 @@ Size: TypeAlias = Any
 NewVariable = Callable[[Any, Sequence[Size]], Any]
 """Function from the abstract value of a variable, and a shape, to a variable of that shape."""
 
+# jax.export does not export the class.
 _Dimension = type(jax.export.symbolic_shape("b")[0])
 
 

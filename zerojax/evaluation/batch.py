@@ -92,6 +92,7 @@ class Division(NamedTuple):
 
     def micro_batches(self, x: jax.Array, mesh: Mesh) -> jax.Array:
         """Reshapes [padded, ...] to [times, part, ...]; each device keeps the rows that it has."""
+        # A micro-batch has rows of every device, so that no row moves.
         axes, tokens = batch_axes(mesh), tokens_entry(x.shape, sequence_size(mesh))
         x = x.reshape(self.devices, self.times, self.each, *x.shape[1:])
         x = jnp.swapaxes(_constrained(x, mesh, axes, None, None, *tokens), 0, 1)

@@ -94,6 +94,7 @@ def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subjec
             )
         _check_kept(parts.params, updated.params)
         pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(updated.rest), strict=True)
+        # In a trace, a variable that the function has not set holds the same tracer.
         return out, [None if new is old else new for old, new in pairs]
 
     def update(changed: Sequence[jax.Array | None]) -> None:

@@ -45,6 +45,7 @@ class Stages(NamedTuple):
           rows: For each argument, whether its first dimension holds the rows.
         """
         jaxpr, _ = jaxprs.open_jaxpr(closed)
+        # Specs at rest have no None at their end, and may be empty.
         staged = [STAGE in layout.axes((*x.spec, None)[0]) for x in self.plan.compute]
         graph = graph_of(jaxpr)
         read = [s and bool(graph.users(v)) for s, v in zip(staged, jaxpr.invars, strict=False)]

@@ -107,6 +107,7 @@ class Analysis(Generic[F]):
 
     def _forward(self, jaxpr: HasEquations, given: Sequence[F]) -> Facts[F]:
         """Computes facts from the first equation of a program to its last."""
+        # Constants of the program are no arguments, and get the bottom.
         env = defaultdict(lambda: self._bottom, zip(jaxpr.invars, given, strict=True))
         run = functools.partial(self._across, self.through)
         ends = jaxprs.interpret(jaxpr, env, run, lambda literal: self._bottom)
@@ -132,9 +133,11 @@ class Analysis(Generic[F]):
         results = [self._bottom] * len(equation.outvars)
         taken = {i for region in inside for i in region.operands}
         deciding = [fact for i, fact in enumerate(operands) if i not in taken]  # a choice's index
+        # A condition reads what the body carries on: its facts need those of the body's results.
         for region in inside[::-1]:  # the body of a loop before its condition
             given = [operands[i] for i in region.operands]
             if region.decides:
+                # The last arguments of a condition are the carry, which is what the loop returns.
                 carried = len(given) - len(results)
                 given[carried:] = map(self._join, given[carried:], results)
                 deciding += self.forward(region.jaxpr, given).ends
@@ -167,6 +170,7 @@ class Analysis(Generic[F]):
             for far, near in carries:
                 grown[near] = self._join(grown[near], found[far])
             if grown == given:
+                # Of a loop without iterations, the results are the start values.
                 for far, near in carries if region.may_be_skipped else ():
                     found[far] = self._join(found[far], given[near])
                 return found
@@ -182,6 +186,7 @@ class Analysis(Generic[F]):
 
         for v, fact in zip(jaxpr.outvars, needed, strict=True):
             add(v, fact)
+        # All uses of a value come after its equation, so that its fact is complete there.
         for equation in reversed(jaxpr.eqns):
             results = [env.get(v, self._bottom) for v in equation.outvars]
             operands = self._across(self._back_through, equation, results)

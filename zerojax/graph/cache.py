@@ -27,6 +27,7 @@ def cached_by_jaxpr(
     known: weakref.WeakKeyDictionary[object, dict[object, R]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
+    # Only for the type checker, which takes P.args with P.kwargs alone: a question is positional.
     def cached(jaxpr: Any, *question: P.args, **_: P.kwargs) -> R:
         answers = known.setdefault(jaxpr, {})
         if question not in answers:

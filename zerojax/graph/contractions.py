@@ -79,4 +79,5 @@ class Contraction:
     def params(self, contracted: Pairs, batched: Pairs) -> dict[str, object]:
         """Returns the parameters of a product along other dimensions, for ``jaxprs.bind``."""
         dimensions = tuple(map(tuple, contracted)), tuple(map(tuple, batched))
+        # A requested sharding is one of the former result's dimensions.
         return self.eqn.params | {"dimension_numbers": dimensions, "out_sharding": None}

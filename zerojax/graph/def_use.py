@@ -63,6 +63,7 @@ class Graph:
         users: dict[Atom, list[Use]] = {}
         for equation in self._equations:
             for i, v in enumerate(equation.invars):
+                # A literal has no hash, and is no value of the graph.
                 if not isinstance(v, core.Literal):
                     users.setdefault(v, []).append(Use(equation, i))
         return users
@@ -169,6 +170,7 @@ class Graph:
             place = depth, is_grouped, together if is_grouped else i
             groups.setdefault(place, []).append(equation)
             depths.update(dict.fromkeys(equation.outvars, depth + is_grouped))
+        # Keys need not have an order; within a depth a stable sort keeps the program's.
         return [groups[place] for place in sorted(groups, key=lambda place: place[:2])]
 
     def where(self, test: Callable[[Equation], bool]) -> list[Equation]:

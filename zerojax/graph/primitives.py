@@ -14,6 +14,7 @@ LABELS = COPIES | {"name", "sharding_constraint"}
 LINEAR = frozenset({"convert_element_type", "neg"})
 """Primitives of one operand, element by element, and additive: f(a) + f(b) = f(a + b)."""
 
+# Differentiation adds the cotangents of several uses of a value by add_any.
 ADDS = frozenset({"add", "add_any"})
 SUMS = ADDS | {"sub"}
 """Primitives that add two operands, or subtract them."""

@@ -21,6 +21,7 @@ distinguished."""
 def dependent(jaxpr: HasEquations, arguments: Sequence[bool]) -> Mapping[Atom, bool]:
     """Returns by variable of an open jaxpr, and of the programs inside its equations, whether the
     value depends on one of ``arguments``."""
+    # An analysis of its own: one that has met a program does not visit its variables again.
     found: dict[Atom, bool] = {}
     Analysis(False, operator.or_, _any, everywhere=found).forward(jaxpr, arguments)
     return found

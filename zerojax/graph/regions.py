@@ -73,6 +73,7 @@ def regions(equation: Equation) -> tuple[Region, ...]:
         return (Region(body, range(n), pairs, entries, carry, may_be_skipped=is_empty),)
     if primitive is prims.while_p:
         loop = jaxprs.while_parts(equation)
+        # JAX's order of operands: constants of the condition, constants of the body, the carry.
         first, carried = loop.cond_consts, range(loop.cond_consts + loop.body_consts, n)
         pairs = [(i, loop.body_consts + i) for i in range(len(carried))]
         return (
@@ -86,7 +87,9 @@ def regions(equation: Equation) -> tuple[Region, ...]:
         )
     if primitive is prims.cond_p:
         branches = jaxprs.param(equation, "branches")
+        # The first operand is the index of the branch, which no branch takes.
         return tuple(Region(_opened(branch), range(1, n)) for branch in branches)
+    # By name: jax.extend.core.primitives does not have it.
     if primitive.name == "shard_map":
         return (Region(_opened(jaxprs.param(equation, "jaxpr")), range(n)),)
     return ()

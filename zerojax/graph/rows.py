@@ -90,6 +90,7 @@ class RowDimensions:
 def _followed(jaxpr: Jaxpr, given: Sequence[Rows]) -> Mapping[Atom, Rows]:
     """Returns the rows of all variables of a program, from those of its arguments."""
     found: dict[Atom, Rows] = {}
+    # Without control: the number of iterations, or the choice of a branch, moves no dimension.
     analysis: Analysis[Rows] = Analysis(
         NONE, operator.or_, _unmoved, control=False, everywhere=found
     )
@@ -114,6 +115,7 @@ def whole(shape: Sequence[int], dims: Iterable[int]) -> Rows:
 
 
 def _shifted(rows: Rows, by: int) -> Rows:
+    # Rows that a scan iterates over are no dimension of an iteration.
     return frozenset(x._replace(dim=x.dim + by) for x in rows if x.dim + by >= 0)
 
 
@@ -137,6 +139,7 @@ def _kept(eqn: Equation, ins: Sequence[Rows], shape: Sequence[int], *, parts: bo
     kept = set[RowFactor]()
     for v, rows in zip(eqn.invars, ins, strict=True):
         old = getattr(v.aval, "shape", ())
+        # Operands have equal ranks, but for scalars: a clamp's bounds, a predicate, start indices.
         for x in rows if len(old) == len(shape) else ():
             if old[x.dim] == shape[x.dim]:
                 kept.add(x)

@@ -72,6 +72,7 @@ class ComputeCopies:
         self, params: Sequence[jax.Array | DiskArray], copies: Sequence[jax.Array | DiskArray]
     ) -> None:
         """Keeps ``copies`` as the copies of ``params``."""
+        # Weak, so that a state that the user drops is freed.
         self._masters = [weakref.ref(params[i]) for i in self.at]
         self._copies = list(copies)
 
@@ -106,6 +107,7 @@ class ComputeCopies:
 
 def placement_of(leaf: Leaf) -> ArrayPlacement:
     """Converts a leaf of the plan to what :class:`zerojax.offload.update.Update` takes."""
+    # The dtypes of random keys are JAX's own; numpy has none for them.
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     dtype = leaf.dtype if is_key else jnp.dtype(leaf.dtype)
     return ArrayPlacement(leaf.shape, dtype, leaf.spec, leaf.place, leaf.padded)

@@ -85,6 +85,7 @@ class ParamReader:
         Raises:
           DiskStateError: A parameter's bytes are not those that were written.
         """
+        # An error of a read is known once the program, which runs on without the bytes, has ended.
         if self.arrays:
             jax.block_until_ready(results)
         if self._failed is not None:
@@ -101,6 +102,7 @@ class ParamReader:
             last = self._last.get(request[:2], request.entry - 1)
             self._last[request[:2]] = request.entry
             shard = self._ahead.pop(request, None) or self._pool.submit(self._slice, request)
+            # A scan reads entries upwards, and its backward pass downwards.
             next_read = request._replace(entry=2 * request.entry - last)
             is_within = 0 <= next_read.entry < (self.arrays[number].shape or (0,))[0]
             if request.entry not in (_ENTIRE, last) and is_within and next_read not in self._ahead:
@@ -163,6 +165,7 @@ class DiskParam:
 
         def read_shard(entry: jax.Array) -> jax.Array:
             result = jax.ShapeDtypeStruct(local, self.dtype)
+            # JAX does not tell a callback on which device it runs.
             position = lax.axis_index(mesh.axis_names)
             return cast(jax.Array, jax.pure_callback(read, result, position, entry))
 

@@ -95,6 +95,7 @@ def groups(
             size = part.rows * arrays[0].row_size(mesh)
         else:
             size = max((math.prod(x.local(mesh)) for x in arrays), default=0)
+        # What a program replaces is one donated argument, so that two of its ranges are two groups.
         is_repeated = any(part.cluster is other.cluster for other in current)
         if is_repeated or size > room or any(_kind(part) != _kind(other) for other in current[:1]):
             packed.append(tuple(current))
@@ -123,8 +124,10 @@ def _room(part: GroupRows, arrays: Sequence[ArrayPlacement], half: int) -> int:
 def _split(
     clusters: Sequence[Cluster], placements: Sequence[ArrayPlacement], mesh: Mesh, half: int
 ) -> Iterator[GroupRows]:
+    # Side by side, equal clusters make equal groups, which share one compiled program.
     for cluster in sorted(clusters, key=lambda c: (not c.elementwise, c.key)):
         arrays = [placements[i] for i in cluster.inputs]
+        # Rows of shards that are cut otherwise are other elements of the array.
         if not cluster.elementwise or len({a.spec for a in arrays}) > 1:
             yield GroupRows(cluster, 0, None)
             continue
@@ -155,6 +158,7 @@ def _even(rows: int, most: int) -> int:
     """Returns the rows of a range; all ranges are equal if that takes less than twice as many."""
     if rows <= most:
         return rows
+    # A shorter last range would be one more program to compile.
     fewest = -(-rows // most)
     for ranges in range(fewest, 2 * fewest):
         if rows % ranges == 0:

@@ -87,6 +87,7 @@ class SeparatedUpdate:
         own: Sequence[bool],
     ) -> None:
         traced, _ = hijax.trace(lambda *a: list(update(*a)), *arguments)
+        # A call on all leaves, such as one under jax.jit, would tie them into one cluster.
         opens = lambda eqn: not is_call(eqn)  # noqa: E731
         closed = without_ravels(jaxprs.without_calls(with_muon_calls(traced), opens))
         self._jaxpr, self._consts = jaxprs.open_jaxpr(closed)
@@ -130,6 +131,7 @@ class SeparatedUpdate:
         shape = arrays[0].aval.shape
         equations, ends = self._graph.backward_slice(results, self._is_scalar)
         pairs = zip(self._jaxpr.constvars, self._consts, strict=True)
+        # An array that the optimizer closes over would not be cut into rows.
         arrays_used = [x for v, x in pairs if v.aval.ndim and v in ends]
         elementwise = (
             bool(ins and shape and not arrays_used)
@@ -187,6 +189,7 @@ class SeparatedUpdate:
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
 
         def run(eqn: Equation, values: Sequence[Value]) -> Sequence[Value]:
+            # The equation names the shape of the whole array.
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
                 return [jnp.broadcast_to(jnp.asarray(values[0], eqn.outvars[0].aval.dtype), shape)]
             return jaxprs.bind(eqn, values)
@@ -221,6 +224,7 @@ def _first_of_equal_scalars(jaxpr: Jaxpr) -> dict[Atom, Atom]:
         out, *others = eqn.outvars
         if eqn.primitive.name not in ELEMENTWISE or out.aval.ndim:
             return eqn.outvars
+        # As text, because parameters and literals have no hash.
         return [seen.setdefault((eqn.primitive, str(eqn.params), *operands), out), *others]
 
     first: dict[Atom, Value] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}

@@ -83,6 +83,7 @@ class GroupPrograms:
         self._options = options
         self._separated, self._target = separated, target
         self._gatherer, self._mesh, self._on_host = gatherer, gatherer.mesh, on_host
+        # shard_map takes axes of the mesh, not axes that ZeRO has joined.
         self._placements = [
             x._replace(spec=PartitionSpec(*layout.separate(x.spec, self._mesh))) for x in placements
         ]
@@ -140,6 +141,7 @@ class GroupPrograms:
         ``next_starts`` are the first rows of each part of ``group`` and of ``coming``, int32
         [parts], and ``scalars`` are the prelude's.
         """
+        # By shapes and equations, not by arrays: equal layers are updated by one program.
         key = self._signature(group), self._signature(coming), self._shared(group, coming)
         if key not in self._programs:
             is_unsplit = is_sent_unsplit(group)

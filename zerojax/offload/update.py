@@ -154,6 +154,7 @@ class Update:
             # The next sub-group is read during the update.
             reads = _Reads(self.programs, turn.after, arrays)
             written, host_arrays, disk_results = turn.update(arrays, loaded, scalars)
+            # A name that is left would keep this half on the device during the next turn.
             del loaded
             for i, x in zip(numbers.written, written, strict=True):
                 arrays[i] = x
@@ -217,6 +218,7 @@ class _Reads:
             leaf if part.rows is None else self._programs.abstract(i, part.rows)
         )
         local = like.sharding.shard_shape(like.shape)
+        # Shard by shard: a jax.device_put to several processes compares what they pass.
         return jax.make_array_from_single_device_arrays(
             like.shape,
             like.sharding,

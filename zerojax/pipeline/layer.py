@@ -165,6 +165,7 @@ def _constrained(eqn: Equation, value: Any, axes: Collection[str]) -> Any:
         kept = () if entry is free else tuple(a for a in layout.axes(entry) if a not in axes)
         entries.append(kept or (free if entry is free or entry else None))
     named = any(isinstance(entry, tuple) for entry in entries)
+    # A spec alone, for the mesh of the surrounding shard_map, whose axes are manual in part.
     return lax.with_sharding_constraint(value, PartitionSpec(*entries)) if named else value
 
 
@@ -190,9 +191,12 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
     row += rows.first.astype(jnp.uint32) * np.uint32(each)
     high, low = _product(outer[:, None] * np.uint32(each * rows.total) + row, inner)
     position = low[..., None] + rest
+    # A sum of unsigned integers that is smaller than a term has overflowed.
     high = high[..., None] + (position < rest).astype(jnp.uint32)
     one, two = jax.random.key_data(key)
     counts = [x.reshape(shape) for x in (high, position)]
+    # As jax's threefry_random_bits with jax_threefry_partitionable: counters are positions in 64
+    # bits, 64 bits take both words, and fewer take their xor.
     bits = threefry2x32_p.bind(one, two, *counts)
     width, dtype = jaxprs.param(eqn, "bit_width"), eqn.outvars[0].aval.dtype
     if width == 64:
@@ -202,6 +206,7 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
 
 def _product(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     """Returns the high and the low 32 bits of the products of 32-bit numbers."""
+    # By halves, because JAX has no 64-bit integers unless jax_enable_x64 is set.
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a1, a0, b1, b0 = a >> half, a & mask, np.uint32(b >> 16), np.uint32(b & 0xFFFF)
     middle = a1 * b0 + (a0 * b0 >> half)

@@ -77,6 +77,7 @@ class LayerLoop(NamedTuple):
             mesh=schedule.mesh,
             in_specs=tuple(map(stage.operand_spec, range(len(values)))),
             out_specs=[*map(stage.result_spec, range(len(self.results)))],
+            # Other axes, such as "model", stay automatic: XLA shards each layer over them.
             axis_names={*schedule.axes},
             check_vma=False,
         )(*given)
@@ -149,10 +150,12 @@ class Stage:
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
         schedule, kinds = self.schedule, self.loop.operands
         stage = lax.axis_index(STAGE)
+        # Loops of the backward pass run in reverse, and enter at the last stage.
         place = schedule.stages - 1 - stage if self.reverse else stage  # from the entrance
         streams = {
             i: self.streams.open(values[i], kinds[i].dim) for i in self.moving if kinds[i].rows
         }
+        # Before the first tick nothing has arrived; what a stage computes of zeros does not count.
         arriving = {
             i: jnp.zeros_like(streams[i][0]) if i in streams else jnp.zeros_like(values[i])
             for i in self.moving
@@ -172,6 +175,7 @@ class Stage:
         entered = t - place  # how many micro-batches have entered before
         busy = (entered >= 0) & (entered < m)
         slot, first, last = t % schedule.slots, place == 0, place == schedule.stages - 1
+        # All stages run one program: an idle one computes too, and its results do not count.
         micro_batch = self.streams.micro_batch(jnp.clip(entered, 0, m - 1))
         streams = {i: _entry(x, slot) for i, x in state.streams.items()}
         given = [*values]
@@ -266,6 +270,7 @@ class Stage:
             if i >= self.n:
                 shape = (self.length, *shape[1:])
             if self.loop.stores(i):
+                # One slot more, to which idle stages write.
                 empty[i] = jnp.zeros((self.schedule.micro_batches + 1, *shape), dtype)
             elif kind.reduced:
                 dtype = self.loop.dtypes[i]
@@ -284,6 +289,7 @@ class Stage:
             value = lax.all_gather(value, STAGE)[last]  # only the last stage has it
         if kind.reduced:  # devices send the dtype of the gradients, as with one micro-batch
             value = value.astype(self.loop.equation.outvars[i].aval.dtype)
+        # Sums of one device get a dimension, over which XLA adds them after the last tick.
         return value[None] if kind.reduced else value
 
 

@@ -74,6 +74,7 @@ class Pipeline:
         self._rows = n // schedule.parts
         # Functions of all devices are traced on as many rows for each as a stage runs.
         each = self._rows * schedule.stages * schedule.row_devices
+        # On one number of rows alone, nothing shows which dimensions grow.
         rows = TracedRows(n, each if each != n else 2 * each)
         try:
             self._symbolic = symbolic_step(trace, closed, batch, roles, rows)
@@ -210,6 +211,7 @@ class Pipeline:
         shapes = [jaxprs.like(v.aval) for v in flat.invars]
         closed = jax.make_jaxpr(functools.partial(self._run, flat, *arrays))(*shapes)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
+        # Arrays that the trace closes over are its constants, as the same objects.
         given = {id(x): const for x, const in zip(arrays, flat.consts, strict=True)}
         return jaxpr, tuple(given.get(id(x), x) for x in consts)
 

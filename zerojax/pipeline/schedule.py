@@ -59,6 +59,7 @@ class Schedule(NamedTuple):
         """A warning of stages that idle for more than a third of the ticks; "" for no warning."""
         if 3 * (self.stages - 1) <= self.ticks:
             return ""
+        # With M = 4 (S - 1) a stage idles for a fifth of the ticks.
         more = self._replace(micro_batches=self.stages * -(-4 * (self.stages - 1) // self.stages))
         return (
             f"with {self.stages} pipeline stages and gradient_accumulation_steps = "

@@ -96,6 +96,7 @@ class ExtraState:
         if jax.tree_util.all_leaves([value]):
             return self._array(path, value, of_optimizer)
         of_optimizer = of_optimizer or is_optimizer_state(value)
+        # One level of the tree: to JAX, all nodes but this one are leaves.
         children, tree = jax.tree_util.tree_flatten_with_path(
             value, is_leaf=lambda x: x is not value
         )
@@ -137,6 +138,7 @@ class ExtraState:
 
 def is_optimizer_state(value: PyTree) -> bool:
     """Returns whether a node is the state of an optax transformation."""
+    # optax's states have no class in common: they are NamedTuples of its modules.
     return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"
 
 

@@ -109,6 +109,7 @@ def check_memories(config: ZeroConfig, mesh: Mesh) -> None:
         if getattr(config, name)
     ]
     device = mesh.devices.flat[0]
+    # JAX knows no memories of absent devices.
     if not requested or not are_present(mesh):
         return
     kinds = sorted(memory.kind for memory in device.addressable_memories())

@@ -101,6 +101,7 @@ def _parameters(
 
 def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
     """Builds the rule that turns a path, an array and the user's spec into a leaf at rest."""
+    # Below stage 3 the step gathers parameters once anyway, and moments of any size are sharded.
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
     allow_parts = not offloads(config)  # offload streams sub-groups as rows on one mesh
 
@@ -131,6 +132,7 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
     """Converts a parameter at rest into the leaf that the step computes with."""
     low = config.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     dtype = DTYPES[config.compute_dtype] if low else leaf.dtype
+    # Random keys, whose bytes stay as they are, have no numpy dtype.
     itemsize = jnp.dtype(leaf.dtype).itemsize if low else 1
     compute_itemsize = jnp.dtype(dtype).itemsize if low else 1
     return dataclasses.replace(

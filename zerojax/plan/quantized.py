@@ -74,6 +74,7 @@ def block_of_slice(
     if how is None or len(shape) < 2 or math.prod(shape) <= how.small or shape[0] % n_slices:
         return None
     block = extents((shape[0] // n_slices, *shape[1:]), how.block_size)
+    # Two int4 codes along the last dimension share a byte.
     return None if how.format == "int4" and block is not None and block[-1] % 2 else block
 
 

@@ -138,6 +138,7 @@ def shard_spec(
         return ShardSpec(own, f"its own spec takes the {axis!r} axis")
     if n == 1:
         return ShardSpec(own, f"the {axis!r} axis has one device")
+    # As in DeepSpeed, the threshold counts elements of the whole parameter.
     if math.prod(shape) < smallest:
         reason = f"below stage3_param_persistence_threshold ({smallest:,} elements)"
         return ShardSpec(own, reason)
@@ -162,8 +163,10 @@ def shard_spec(
         if n_slices == 1:
             reason = f"no dimension of {described} is divisible by {n}"
     nests = cut.nests(shard_shape, partition)
+    # With fewer elements than devices, copies are not for want of a dimension.
     n_copies = n // n_slices if math.prod(shard_shape) >= n else 1
     spec = _spec(own, cut, axis, n, partition if nests else 1)
+    # On a joined axis, a part may fall across the border between two axes of the mesh.
     if parts and not layout.separable(spec, mesh):
         return shard_spec(
             shape, own, mesh, axis, smallest, small=small, parts=False, partition=partition
@@ -199,6 +202,7 @@ def _exact(shard_shape: tuple[int, ...], free: tuple[int, ...], n: int, parts: b
     return min([Cut(()), *cuts], key=lambda cut: (cut.share(shard_shape), len(cut.slices)))
 
 
+# Cached, as models repeat a few shapes in many layers.
 @functools.cache
 def _best(
     shard_shape: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool, partition: int

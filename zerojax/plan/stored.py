@@ -110,6 +110,7 @@ class StoredArray:
         return self.gathered().__reduce__()
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask an instance without attributes, on which gathered() would recurse.
         if name.startswith("_") or name in ("stored", "sharding"):
             raise AttributeError(name)
         return getattr(self.gathered(), name)
@@ -133,6 +134,7 @@ def _delegated(name: str) -> Callable[..., object]:
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
 _OTHERS = "pos neg abs invert round eq ne lt le gt ge getitem iter len contains bool int float"
+# Python looks for operators in the class, past __getattr__.
 for _name in [
     *_BINARY.split(),
     *(f"r{name}" for name in _BINARY.split()),

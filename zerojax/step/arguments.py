@@ -161,6 +161,7 @@ class Arguments:
 
     def _signature(self, given: dict[Slot, PyTree]) -> Signature:
         """Finds what each argument of a call is."""
+        # The first argument with rows is the batch: the first of the definition, not of the call.
         given = self._in_order(given)
         positions = sum(isinstance(slot, int) for slot in given)
         free = [slot for slot in given if slot not in self._static | self._frozen]
@@ -206,6 +207,7 @@ class Arguments:
         arguments._frozen = frozenset(without_self(self._frozen - removed))
         arguments._batch = without_self(self._batch)
         arguments._state = without_self(self._state)
+        # Slots count without self now, so that what is known of calls does not hold.
         arguments._found = {}
         return arguments
 

@@ -64,6 +64,7 @@ class BatchLayout(BatchPlacer):
         if 0 in rows and len(rows) == 1:
             raise ValueError(f"the batch is empty: its {dimension(self.axis)} is 0.")
         n, train, stages = max(rows), self.sizes.train, self._stages
+        # Rows are placed over all devices, those of a micro-batch over the devices of one stage.
         each = math.lcm(k, stages) * (self.world // stages)
         of = "" if own is None else f" ({own} in each of {blocks} processes)"
         if train is not None and train not in rows and len(rows) == 1:

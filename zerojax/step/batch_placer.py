@@ -99,6 +99,7 @@ class BatchPlacer:
 
     def _dealt(self, x: jax.Array) -> jax.Array:
         """Reshapes [B, ...] to [k, B / k, ...], micro-batches of consecutive rows per process."""
+        # With rows of every process in each micro-batch, no row moves to another process.
         k, blocks, n = self.accumulation, self.leaves.blocks, x.shape[0]
         x = x.reshape(blocks, k, n // (blocks * k), *x.shape[1:])
         return x.swapaxes(0, 1).reshape(k, n // k, *x.shape[3:])

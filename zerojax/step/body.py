@@ -75,6 +75,7 @@ class Body:
           TypeError: The step does not return its new state, or changes the state's structure.
           ValueError: The step does not update its model.
         """
+        # Under accumulation a step is traced more than once.
         self._sizes.clear()
         tx = of_parts(tx, self.name, parts.params, self._sizes)
         view = parts.opt_state
@@ -89,7 +90,9 @@ class Body:
         if self.kind.write_back is not None:
             new_parts = self.kind.split(*state)
             pairs = zip(*map(jax.tree.leaves, (new_parts.params, parts.params)), strict=False)
+            # By identity: in a trace, an updated parameter is another tracer.
             is_same = all(new is old for new, old in pairs)
+            # Of several models, the first is taken for the one that trains.
             if self.kind.knows_parameters and len(state) > 2 and is_same:
                 raise ValueError(
                     f"{self.name} never updates the first model among its arguments. Pass the "
@@ -188,6 +191,7 @@ class Body:
             return
         leaves = len(jax.tree.leaves(start.params))
         times, looped = count(jaxpr, GRADIENT)
+        # An update marks as many gradients as it receives: of a subtree, fewer than all parameters.
         n = times // max(1, min(self._sizes, default=leaves))
         if not n + looped and _updates_itself(jaxpr, start):
             if self._needs_tx:
@@ -251,6 +255,7 @@ def _with_own_update(new_parts: Parts, before: Parts) -> Parts:
         return new_parts
     if not isinstance(view, View):  # another optimizer returns optax's state
         view = old.around(view)
+    # The state's own optimizer counts its updates; a counter that it left alone is the same tracer.
     if view.opt.steps is not old.opt.steps:
         return new_parts._replace(opt_state=view)
     opt = view.opt._replace(steps=old.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))

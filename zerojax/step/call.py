@@ -29,6 +29,7 @@ class Constant:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
+        # 1, 1.0 and True are equal, and make different programs.
         return isinstance(other, Constant) and type(self.value) is type(other.value) and bool(
             self.value == other.value
         )  # fmt: skip
@@ -165,6 +166,7 @@ class RearrangedFunction:
 
     def bring_up_to_date(self, call: Call) -> None:
         """Sets the attributes that the function has set on the NNX objects of a call."""
+        # The function ran in the trace only: a later call would leave model.train() undone.
         if any(self.changed.values()):
             apply_settings(call.objects, self.changed[jax.tree.structure(call.further)])
 
@@ -218,11 +220,13 @@ def is_key(x: object) -> bool:
     if shape is None or dtype is None or isinstance(x, type):  # jnp.float32 has both
         return False
     typed = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    # A raw key has two words with threefry, and four with rbg.
     return (typed and shape == ()) or (dtype == np.uint32 and shape in ((2,), (4,)))
 
 
 def is_array(x: object) -> bool:
     """Returns whether the step traces an argument: an array, abstract or not, or a number."""
+    # A flag, such as train=True, decides in Python, so that it is part of the program.
     if isinstance(x, bool | str | type):
         return False
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):

@@ -152,6 +152,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         if program in self._compared:
             self._lockstep.note_values(
                 {
+                    # A loader may fill its buffer again before a thread compares the values.
                     f"{name}: {where}": x.copy() if isinstance(x, np.ndarray) else x
                     for where, x in values.items()
                     if not isinstance(x, np.ndarray | jax.Array) or x.size <= _COMPARED
@@ -179,6 +180,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
+        # optax's transformations compare by their functions: a new one is traced again.
         key = opened.kind.key, opened.tx, tree, shapes, opened.specs, signature, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)

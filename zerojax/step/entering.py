@@ -87,6 +87,7 @@ def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, PyTree]) -> Bo
     an average of the parameters, is not gathered.
     """
     entered = BodyArrays([], [])
+    # JAX flattens a dict in the order of its keys, and so the plan lists the leaves.
     for name, values in sorted(rest.items()):
         arrays, first = jax.tree.leaves(values), len(entered.values)
         leaves = plan.leaves["rest"][first : first + len(arrays)]

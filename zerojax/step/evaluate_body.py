@@ -105,6 +105,7 @@ def evaluate_body(
     replace = {**replacements(closed, start.opt_state.opt.loss_scale)}
     if send is not None:
         replace[GRADIENT] = send
+    # Only now, because the check counts the marks of all gradients.
     closed, trace = without_unused_gradients(closed), _with_used_gradients(trace)
     if schedule is not None:
         closed = _pipelined(setting, schedule, trace, closed, start, batch, shapes)
@@ -113,6 +114,7 @@ def evaluate_body(
     # Decide how the parameters that stay gathered are gathered.
     given, kept, dims = _arguments(setting, start, params, batch)
     rows = RowDimensions.of_program(closed, dims)
+    # Under accumulation each micro-batch's loop would gather the stacks again.
     fill = inserter.overlap and k == 1
     kept = gather_once.decide(closed, given, kept, inserter, rows, fill=fill)
 
@@ -135,6 +137,7 @@ def _tracing(
     further: Further,
 ) -> Trace:
     """Returns a function that traces the step on a batch."""
+    # Once, not in each trace: all traces of the step share what is gathered here.
     shards = enter_arguments(setting.inserter, further)
 
     def trace(batch: PyTree) -> tuple[Any, PyTree]:

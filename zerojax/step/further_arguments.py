@@ -77,6 +77,7 @@ class WithShards(NamedTuple):
     def of(cls, closed: AnyJaxpr, shards: dict[int, Shard]) -> WithShards:
         """Replaces arrays by their shards in a step that was traced on the arrays."""
         jaxpr, consts = jaxprs.open_jaxpr(closed)
+        # What a function closes over is a constant of its trace, as the same object.
         return cls(jaxpr, tuple(shards.get(id(x), x) for x in consts))
 
     def replace(self, *, jaxpr: Jaxpr) -> WithShards:

@@ -84,6 +84,7 @@ class GradientProgram:
         self._tx = collecting(constrainer(plan.on_device(grads)), update.uses)
         self._reader = ParamReader.of(setting.config)
         shardings = plan.shardings()
+        # For None, jit leaves a result's sharding to XLA.
         unset: Any = GradientResult._make([None] * len(GradientResult._fields))
         gradients = [plan.sharding(leaf) for leaf in plan.gradients()]
         self._jitted = jax.jit(
@@ -154,6 +155,7 @@ class GradientProgram:
             rest=rest,
         )
         sender = _GradientSender(setting, opt)
+        # Under accumulation a gradient is complete only after the last micro-batch.
         is_one_batch = setting.layout.accumulation == 1
         new_parts, out = evaluate_body(
             setting,

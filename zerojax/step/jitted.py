@@ -55,6 +55,7 @@ def open_jit(function: Callable[..., PyTree]) -> Jitted:
         return Jitted(bound, without_self(opened.static), without_self(opened.donated))
     if type(function) is type(jax.jit(_nothing)):
         jit = function
+    # flax has a class for each mode of NNX: graph mode and tree mode.
     elif type(function) in (type(nnx.jit(_nothing)), type(nnx.jit(_nothing, graph=False))):
         jit = function.jitted_fn  # type: ignore[attr-defined]
     else:
@@ -74,6 +75,7 @@ def open_jit(function: Callable[..., PyTree]) -> Jitted:
 
 def _check_no_pmap(function: Callable[..., object]) -> None:
     code = getattr(function, "__code__", None)
+    # pmap returns a plain function, told by the code that all of its results share.
     if hasattr(function, "lower") and code is getattr(jax.pmap(_nothing), "__code__", None):
         raise ValueError(
             f"{name_of(function)} is under jax.pmap. Remove it, and pmean and psum in the body: a "

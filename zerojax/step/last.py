@@ -187,6 +187,7 @@ def updated_objects(
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Returns a function that picks the elements at these positions."""
+    # In C, so that a call does no Python work for each leaf; of one position it is no sequence.
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda values: [values[i] for i in positions]
@@ -196,6 +197,7 @@ def _held(holder: object, arrays: Sequence[Any]) -> Callable[[], Iterable[Any]]:
     """Returns a function that returns arrays, or Nones once their holder is gone."""
     kept = [arrays]
     reference = weakref.ref(holder, lambda _: kept.clear())
+    # The closure keeps the weak reference alive, without which its callback would not run.
     return lambda: kept[0] if kept and reference else itertools.repeat(None)
 
 

@@ -56,8 +56,10 @@ class OffloadedStep:
         result = self._gradients(inputs, batch, further)
         del inputs
         opt_state = self.update.with_shared(opt_state, result.shared)
+        # The host waits for the gradients here, because it decides on the programs of the update.
         if result.done is None or bool(result.done):
             if not self._donate:
+                # The programs of the update donate the arrays that they replace.
                 params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
             params, opt_state = self.update.run(result.grads, params, opt_state, result.scalars)
         if self._donate and parts.step is not result.step:

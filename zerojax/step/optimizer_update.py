@@ -110,6 +110,7 @@ class OptimizerUpdate:
                 plan,
                 on_host=optimizer is not None and optimizer.compute_on == "host",
             )
+        # Unequal trees raise either; if the optimizer takes all parameters, the fault is its own.
         except (TypeError, ValueError) as error:
             if self._takes_all():
                 raise
@@ -211,6 +212,7 @@ class OptimizerUpdate:
         on_disk = [x for x in arrays if isinstance(x, DiskLeaf)]
         try:
             self.by_groups.run(arrays, scalars)
+        # A KeyboardInterrupt too leaves files that hold neither the old state nor the new one.
         except BaseException:
             for leaf in on_disk:
                 leaf.torn()

@@ -66,13 +66,16 @@ def per_device(
             PartitionSpec() if i in replicated else jax.tree.map(spec, arg)
             for i, arg in enumerate(args)
         )
+        # One spec for results of any rank, so that it may be no longer than needed.
         last = max(sharded.values(), default=0)
         mapped = jax.shard_map(
             function,
             mesh=mesh,
             in_specs=in_specs,
             out_specs=_spec(last + 1, axes, sharded),
+            # Other axes stay automatic: XLA shards over them.
             axis_names={*axes, *sharded},
+            # With the check, results of a pallas_call must declare the axes that they vary over.
             check_vma=False,
         )
         with _traced_for(mesh):

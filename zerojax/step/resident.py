@@ -73,6 +73,7 @@ class ResidentStep:
         parts = setting.plan.without_padding(flat.parts())
         compute, view = parts.params, View(opt=parts.opt_state)
         if dtype is not None:
+            # Constrained behind the cast, else XLA may gather the masters: twice the bytes.
             compute = self._to_shards(cast(parts.params, dtype))
         if dtype is not None or setting.plan.secondary():  # the body has a copy of the parameters
             view = View(opt=parts.opt_state, masters=parts.params, compute=compute)

@@ -107,6 +107,7 @@ class SequenceAxis(NamedTuple):
                 )
             times = math.lcm(k.shape[2], parts) // k.shape[2]
             q, k, v = map(by_tokens, (q, k, v))
+            # The all-to-all gives each device equally many heads.
             if times > 1:
                 k, v = (jnp.repeat(x, times, axis=2) for x in (k, v))
             return by_tokens(by_heads(function(by_heads(q), by_heads(k), by_heads(v))))

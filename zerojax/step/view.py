@@ -142,6 +142,8 @@ def advancing(
         if view.masters is None:
             return updates, dataclasses.replace(view, opt=opt)
         after = optax.apply_updates(before, updates)
+        # Measured from the copy, to which the step adds them: the sum of many rounded updates
+        # would drift away from the masters.
         updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
         config: Any = jax.config
         if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
@@ -217,6 +219,7 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> optax.GradientTran
 
 
 def _or_zeros(gradient: jax.Array, used: bool) -> jax.Array:
+    # Nothing reads the mark, by which without_unused_gradients knows a gradient without a use.
     return gradient if used else jnp.zeros_like(mark(gradient, UNUSED))
 
 
@@ -253,6 +256,7 @@ def params_after(
     def chosen(
         new: jax.Array, given: jax.Array, old: jax.Array, master: jax.Array, updated: jax.Array
     ) -> jax.Array:
+        # One variable after with_updated_copies: no comparison, which would keep both copies alive.
         if new is updated:
             return master
         changed = jnp.where(new == given, old, new.astype(master.dtype))

@@ -59,6 +59,7 @@ def _broadcast(v: Atom, graph: Graph) -> Computation | None:
         return None
     if eqn.primitive is prims.broadcast_in_dim_p:
         operand, *sizes = eqn.invars
+        # Further operands are dynamic sizes; a broadcast of dimensions of size 1 saves no memory.
         is_larger = not sizes and v.aval.size > operand.aval.size
         return Computation([eqn], operand) if is_larger else None
     if not jaxprs.is_plain_call(eqn):
@@ -68,6 +69,7 @@ def _broadcast(v: Atom, graph: Graph) -> Computation | None:
     found = _broadcast(body.outvars[eqn.outvars.index(v)], inner)
     if found is None:
         return None
+    # jnp.where casts a number before it broadcasts it, both in one call.
     while (
         before := inner.producer(found.operand)
     ) and before.primitive is prims.convert_element_type_p:

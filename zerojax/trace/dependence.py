@@ -106,6 +106,7 @@ def with_updated_copies(closed: AnyJaxpr, given: Parts, results: PyTree) -> AnyJ
         own, of_copy = (
             {same.get(term, term) for term in _terms(jaxpr, outs[i])} for i in (new, new_copy)
         )
+        # A sum in a wider dtype than the copy's is another number.
         if own and own == of_copy and outs[new].aval == outs[new_copy].aval:
             outs[new] = outs[new_copy]
     return jaxprs.with_body(closed, jaxpr.replace(outvars=outs))
@@ -136,6 +137,7 @@ def unchanged(jaxpr: Jaxpr) -> Sequence[int | None]:
 def _is_sum(jaxpr: Jaxpr, out: Atom, one: Atom | None, other: Atom | None) -> bool:
     """Returns whether a result of a jaxpr is only the sum of two of its arguments."""
     graph = graph_of(jaxpr)
+    # optax.apply_updates casts the sum back to the parameter's dtype.
     v = graph.origin(out, _COPIES)
     if (eqn := graph.producer(v)) is None:
         return False

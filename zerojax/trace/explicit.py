@@ -50,6 +50,7 @@ def make_jaxpr(
     """
 
     def type_of(spec: PartitionSpec) -> PartitionSpec:
+        # JAX refuses automatic axes in the sharding of a type.
         return PartitionSpec(*layout.only(tuple(spec), names))
 
     types = jax.tree.map(type_of, tuple(specs), is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -164,10 +165,12 @@ def _automatic(closed: AnyJaxpr, mesh: Mesh) -> core.ClosedJaxpr:
     ]
 
     def run(eqn: Equation, values: list[jax.typing.ArrayLike]) -> Sequence[jax.typing.ArrayLike]:
+        # An equation's own context has the explicit axes, by which JAX would type its results.
         with jaxprs.traced_where(eqn), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return _equation(eqn, [*map(_constant, values)], mesh)
 
     def function(*args: jax.Array) -> list[jax.typing.ArrayLike]:
+        # Inlined, the equations of a checkpoint would lose its policy and its barrier.
         outs = jaxprs.evaluate(closed, args, run, lambda eqn: eqn.primitive is not prims.remat_p)
         return [*map(_constant, outs)]
 

@@ -59,6 +59,7 @@ def value_and_grad(
         transform: Callable[..., Callable[..., PyTree]] = (
             nnx.value_and_grad if modules else jax.value_and_grad
         )
+        # The value that is differentiated has the scale; the loss itself returns beside it.
         (_, (value, aux)), grads = transform(scaled, argnums=argnums, has_aux=True, **options)(
             *args, **kwargs
         )

@@ -77,6 +77,7 @@ def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice]:
 def _is_by_element(eqn: Equation) -> bool:
     name = eqn.primitive.name
     is_known = name in ELEMENTWISE or name in ("broadcast_in_dim", "reshape", "transpose")
+    # A requested sharding is one of the whole array's dimensions, which one layer does not have.
     return is_known and jaxprs.param(eqn, "sharding", None) is None
 
 
@@ -263,6 +264,7 @@ def _call(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
 def _cond(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
     index, *operands = eqn.invars
     programs = [_program(branch, operands, recipes) for branch in jaxprs.param(eqn, "branches")]
+    # As closures, because each branch may take other codes and scales.
     branches = [program.given(operands, value) for program in programs]
     chosen: list[Any] = lax.switch(value(index), branches)
     return chosen

@@ -33,6 +33,7 @@ LOSS = "zerojax loss"
 """The loss that is multiplied by the factor."""
 SHARD = "zerojax shard"
 """An array of the state of which each device needs only its shard."""
+# The loss scale before the loss, whose name is a prefix of its name.
 _NAMES = GRADIENT, UNUSED, SEED, LOSS, SHARD
 
 

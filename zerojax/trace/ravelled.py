@@ -60,6 +60,7 @@ class _Sums(Rewriter):
             call = computing(eqn, jaxprs.CALLS[eqn.primitive], own)
             call = self.inside(call, jaxprs.programs(eqn))
             (body,) = jaxprs.bodies(call)
+            # A vector that the call needs anyway would only be computed inside it.
             if not any(map(_is_ravel, body.eqns)):
                 return [call]
         return super().equation(eqn, jaxpr)
@@ -107,5 +108,6 @@ def _ravel(v: Atom, graph: Graph) -> Equation | None:
 
 def _is_ravel(eqn: Equation) -> bool:
     """Returns whether an equation reshapes an array to a vector of the same elements in order."""
+    # With dimensions, lax.reshape transposes first, so that the elements change their order.
     is_reshape = eqn.primitive is prims.reshape_p and jaxprs.param(eqn, "dimensions") is None
     return is_reshape and eqn.outvars[0].aval.ndim == 1 < eqn.invars[0].aval.ndim

@@ -75,6 +75,7 @@ def _factors(product: Contraction, side: int, graph: Graph) -> _Factors | None:
         return None
     for codes, scales in (scaled.invars, scaled.invars[::-1]):
         source = graph.origin(codes, {CAST})
+        # Integers that are multiplied without a cast are a product of integers, with no scales.
         is_codes = jnp.issubdtype(source.aval.dtype, jnp.integer) and source is not codes
         same_rank = scales.aval.ndim == source.aval.ndim == operand.aval.ndim
         summed = product.contracted[side]

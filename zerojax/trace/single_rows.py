@@ -51,6 +51,7 @@ class SmallProducts(NamedTuple):
         device, devices = mesh.devices.flat[0], batch_devices(mesh)
         if device.platform not in GPUS:
             return None
+        # Devices that do not share the rows share the matrix (tensor parallelism).
         shards = mesh.size // devices
         columns = int(rates_of(device, 0).bandwidth / COLUMN_BANDWIDTH)
         return cls(devices, shards * LEAST_PRODUCT, shards * columns)
@@ -102,6 +103,7 @@ def _single_row(product: Contraction, side: int, products: SmallProducts) -> int
     free = product.free(side)
     rows = [d for d in free if row.shape[d] == 1]
     columns = math.prod(matrix.shape[d] for d in product.free(1 - side))
+    # One row that all devices have, or one on each of those that share the batch.
     is_single = math.prod(row.shape[d] for d in free) in (1, products.devices)
     is_small = 1 < columns < products.columns and matrix.size < products.elements
     return rows[-1] if rows and is_single and is_small else None

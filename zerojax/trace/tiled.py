@@ -56,6 +56,7 @@ def tiled(fn: Callable[..., PyTree], *, chunks: int, shards: int = 1) -> Callabl
 
     def by_chunks(*args: PyTree) -> PyTree:
         if isinstance(fn, nn.Module) and fn.is_initializing():
+            # linen creates parameters at this call; those of a loop's trace could not leave it.
             return fn(*args)
         length = _length(name, args)
         stretch = length // shards
@@ -65,11 +66,13 @@ def tiled(fn: Callable[..., PyTree], *, chunks: int, shards: int = 1) -> Callabl
                 f"least {chunks} chunks: pad them, or lower chunks"
             )
         chunk_size = -(-stretch // chunks)
+        # As chunks are rounded up, fewer of them may do.
         count, size = -(-stretch // chunk_size), chunk_size * shards
         stacks = jax.tree.map(lambda x: _stack(x, shards, count, chunk_size), args)
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
         run = _function(name, fn)
         _check(name, run, first, size)
+        # Forward and backward pass are two loops, between which XLA eliminates no common values.
         recomputed = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
         results = jax.lax.map(recomputed, stacks)
         return jax.tree.map(lambda x: _unstack(x, shards, stretch), results)
@@ -99,6 +102,7 @@ def _stack(x: jax.Array, shards: int, count: int, size: int) -> jax.Array:
     x = x.reshape(x.shape[0], shards, stretch, *rest)
     if missing := count * size - stretch:
         widths = [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * len(rest)
+        # Zeros could become NaN where positions do not: in a division by their norm, say.
         x = jnp.pad(x, widths, mode="edge")
     x = jnp.moveaxis(x.reshape(x.shape[0], shards, count, size, *rest), 2, 0)
     return x.reshape(count, x.shape[1], shards * size, *rest)
@@ -119,6 +123,7 @@ def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     # Calls that ask for keys (has_rng) find those of the bound module.
     rngs = {key: LazyRng.as_jax_rng(rng) for key, rng in fn.scope.rngs.items()}
     module, variables = fn.unbind()
+    # linen returns every mutable collection; an array that it has not replaced is the same object.
     read = {id(x) for x in jax.tree.leaves(variables)}
 
     def apply(*args: PyTree) -> PyTree:

@@ -43,6 +43,7 @@ def find_gradients(jaxpr: Jaxpr, state: Sequence[int]) -> list[Atom]:
         all(len(found) < 2 for found in reached)
         and set().union(*reached) == {*gradients}
         and {*used_gradients} == {*gradients}
+        # A critic that reads the new generator: two updates have no one norm.
         and not _backward_reads_updates(gradients, graph)
         and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in gradients)
     )

@@ -82,8 +82,10 @@ class LoweredFor(jax.stages.Lowered):
 def lower_for(traced: jax.stages.Traced, mesh: Mesh) -> jax.stages.Lowered:
     """Lowers a traced program for the devices of a mesh, which may be absent."""
     devices = list(mesh.devices.flat)
+    # Absent devices have no memories, and only they need another way.
     if devices[0].addressable_memories():
         return cast(jax.stages.Lowered, traced.lower())
+    # Devices call the platform "gpu", and JAX lowers for "cuda" or "rocm".
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     return LoweredFor(traced.lower(lowering_platforms=(platform,)), devices)
 
@@ -239,6 +241,7 @@ def entries_by_device(x: Any) -> int:
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return 0
     names, spec = sharding.mesh.axis_names, sharding.spec
+    # Under jax.pmap the mesh has one axis, which JAX itself has named.
     private = len(names) == 1 and names[0].startswith("_") and spec[:1] == names
     return int(x.shape[0]) if private and x.shape[0] == sharding.mesh.size else 0
 

@@ -48,6 +48,7 @@ class _Opener(Rewriter):
         if not eqn.primitive.is_high(*operands, **eqn.params):
             return [eqn]
         _check_arrays(eqn)
+        # A call or a loop is "high" only because of what it holds.
         if next(jaxprs.inner(eqn), None) is not None:
             return [self.inside(eqn, eqn.params)]
         run = functools.partial(eqn.primitive.to_lojax, **eqn.params)

@@ -102,6 +102,7 @@ def is_plain_call(eqn: Equation) -> bool:
     """Returns whether an equation is a call that states no shardings of its operands."""
     if eqn.primitive is not prims.jit_p:
         return eqn.primitive is prims.closed_call_p
+    # They are the shardings of the present operands, which a rewrite exchanges.
     shardings = param(eqn, "in_shardings")
     return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)
 
@@ -410,6 +411,7 @@ def evaluate(
 
 def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """Returns the abstract value of a variable for tracing; with another shape, if given."""
+    # Without it, what comes from a Python number would promote the dtypes that it meets.
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 

@@ -26,6 +26,7 @@ def map_params(value: Value, change: Callable[..., Value], *others: Value) -> Va
         entries = [map_params(x, change, *rest) for x, *rest in zip(value, *others, strict=True)]
         if are_same(entries, value):
             return value
+        # Dimension numbers of a convolution or a gather are NamedTuples.
         return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
     return change(value, *others)
 

@@ -29,7 +29,9 @@ def write(path: Path, data: np.ndarray) -> None:
     try:
         done = 0
         while done < data.size:
+            # One call of Linux writes at most 2 GiB.
             done += os.pwrite(file, data[done:].data, done)
+        # Cut behind the write, not before it, so that the file keeps its blocks on the disk.
         if os.fstat(file).st_size > done:
             os.ftruncate(file, done)
     finally:
@@ -77,6 +79,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:
+        # File systems without O_DIRECT, such as older versions of tmpfs.
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, os.O_RDONLY)

@@ -81,6 +81,7 @@ def _claim(parent: pathlib.Path) -> _Claimed | None:
     except OSError:
         path.rmdir()
         raise
+    # Between the two calls, another run took the folder for a dead one's and removed it.
     if lock is not None and os.fstat(lock).st_nlink == 0:
         os.close(lock)
         return None

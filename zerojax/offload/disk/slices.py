@@ -110,6 +110,7 @@ def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Stor
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         assert index is not None
+        # Slices have no hash before Python 3.12.
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         holders.setdefault(bounds, []).append(device)
     addressable = sharding.addressable_devices
@@ -164,6 +165,7 @@ def flat_chunk(x: jax.Array, chunk: range) -> Data:
     return _slice(x, chunk.start, len(chunk))
 
 
+# The start is traced, so that all chunks of a size share a program.
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(x: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.dynamic_slice(x.reshape(-1), (start,), (size,))

@@ -78,6 +78,7 @@ class DiskStore:
         self._readers = ThreadPoolExecutor(buffer_count, "zerojax-read")
         self._writers = ThreadPoolExecutor(buffer_count, "zerojax-write")
         self._lock = threading.Lock()
+        # Of Python's queues only this one may be used in finalizers: its put is reentrant.
         self._forgotten: SimpleQueue[Iterable[str]] = SimpleQueue()
         self._numbers = itertools.count()
         self._failed: str | None = None
@@ -113,6 +114,7 @@ class DiskStore:
           DiskStateError: an earlier write failed.
         """
         self._tidy()
+        # Before the block is queued, because a queue would hold any number of arrays in memory.
         self._room.acquire()
         try:
             self._check()
@@ -128,6 +130,7 @@ class DiskStore:
         except BaseException:
             self._room.release()
             raise
+        # Outside the lock, which the callback takes: of a future that is done, it runs at once.
         future.add_done_callback(self._written)
         return future
 
@@ -146,6 +149,7 @@ class DiskStore:
             block = self._blocks[key]
             future = self._readers.submit(self._read, key, block, block.write)
             block.reads.add(future)
+        # Outside the lock, as in write.
         future.add_done_callback(lambda read: self._was_read(block, read))
         return future
 

@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from zerojax.collectives import (
-    deferred,
-    gradients,
-    prefetch,
-    residuals,
-    target_specs,
-)
+from zerojax.collectives import deferred, gradients, prefetch, residuals, target_specs
 from zerojax.collectives.carried_sums import CarriedSums
 from zerojax.collectives.gathering import Gatherer, Scope, is_on_devices, is_sharded
 from zerojax.collectives.gradients import Reduction, Terms

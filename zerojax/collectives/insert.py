@@ -220,7 +220,7 @@ class Inserter(Scans):
         if not any(reductions):
             return jaxprs.bind(eqn, values)
         if (own := reductions[0]) is not None and own.product is not None:
-            outs = [own.product.run(values, decisions.PRODUCED, self, scope)]
+            outs = [own.product.run(values, self, scope, decisions.PRODUCED)]
         else:
             first = len(self.ledger.decisions)
             outs = gradients.bind_reduced(eqn, values, reductions, self)
@@ -266,10 +266,9 @@ class Inserter(Scans):
             inputs = [travelling(v) for v in values]
             outs = jaxprs.bind(eqn, [plain(v) for v in inputs])
             return list(map(arrived, values, map(like, inputs, outs)))
-        if (rows := lookups.look_up(eqn, values, self, scope)) is not None:
-            return [rows]
-        if (product := sharded_products.multiply(eqn, values, self, scope)) is not None:
-            return [product]
+        for find in (lookups.find, sharded_products.of_weight):
+            if (sends := find(eqn, values, self, scope)) is not None:
+                return [sends.run(values, self, scope)]
         outs = jaxprs.bind(eqn, self.gather_all(values, scope))
         if scope.window is not None:
             scope.window.used(shards, outs, [scope.row_dims.dims(v) for v in eqn.outvars])

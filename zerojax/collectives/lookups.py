@@ -16,7 +16,7 @@ another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import decisions
 from zerojax.collectives.gathering import Gatherer, Scope
+from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.graph.lookups import Lookup
@@ -32,7 +33,7 @@ from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation
+from zerojax.xla.types import Equation, Value
 
 _TIMES = 2
 """The fewest elements of a table that stays sharded, as a multiple of the elements looked up: the
@@ -40,49 +41,70 @@ indices are gathered too, each device masks the rows of all tokens, and if all d
 tokens the sum of their rows is an all-reduce."""
 
 
-def look_up(
-    eqn: Equation, values: Sequence[Any], gatherer: Gatherer, scope: Scope
-) -> jax.Array | None:
-    """Returns the rows that an equation looks up in a sharded table; None if the equation is not a
-    lookup, or if the table is gathered in the usual way."""
-    table, *indices = values
-    if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
-        return None
-    if (
-        gatherer.lanes_on_axis
-        or table.unsharded is not None
-        or (scope.share and id(table) in scope.used_unsharded)
-    ):
-        return None
-    narrow = table.gathering.narrow
-    stored = narrow.shard if narrow is not None and narrow.is_cast else table  # half the bytes
-    if (spec := spec_by_rows(eqn, stored.spec, gatherer, scope.row_dims)) is not None:
-        pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
-        out = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, stored.value.dtype)
+class TableLookup(NamedTuple):
+    """A lookup of rows in a sharded table.
+
+    Attributes:
+      eqn: The equation, a gather.
+      table: The spec of the table while each device looks up rows in its own shard; None if the
+        table is gathered, after the tables before it.
+      by_columns: Whether the shard has columns of the table, so that the devices then exchange
+        columns of the rows that were looked up for rows.
+    """
+
+    eqn: Equation
+    table: Spec | None
+    by_columns: bool = False
+
+    def run(self, values: Sequence[Value], gatherer: Gatherer, scope: Scope) -> jax.Array:
+        """Returns the rows."""
+        table, *indices = values
+        stored = narrowest(table)  # half the bytes
+        emitted, dtype = scope.emitted, table.value.dtype
+        if self.table is None:
+            delayed = table
+            if emitted.rows is not None:
+                value, _ = lax.optimization_barrier((stored.value, emitted.rows))
+                delayed = stored.with_value(value)
+            unsharded = gatherer.gather(delayed, scope, indices).astype(dtype)
+            emitted.gathered[id(table)] = table, None
+            (emitted.rows,) = jaxprs.bind(self.eqn, [unsharded, *indices])
+            return emitted.rows
+        pinned = gatherer.constrain(stored.value, stored.spec)
+        if self.by_columns:
+            (rows,) = jaxprs.bind(self.eqn, [pinned, *indices])
+            columns = gatherer.constrain(rows, (None, None, gatherer.axis))
+            return gatherer.constrain(columns, (gatherer.axis, None, None)).astype(dtype)
+        pinned = gatherer.constrain(pinned, self.table)
+        out = jax.ShapeDtypeStruct(self.eqn.outvars[0].aval.shape, stored.value.dtype)
         ledger, reason = gatherer.ledger, "each device looks rows up in its own shard"
         sent = [(decisions.GATHER, indices[0]), (decisions.SCATTER, out)]
-        if not ledger.by_rows(eqn.invars[1]):  # all devices need the same rows
+        if not ledger.by_rows(self.eqn.invars[1]):  # all devices need the same rows
             sent = [(decisions.REDUCE, out)]
         with ledger.place(decisions.USE, reason), ledger.of(stored.spec), ledger.instead(*sent):
-            (rows,) = jaxprs.bind(eqn, [pinned, *indices])
-        return rows.astype(table.value.dtype)
-    if id(table) in scope.used_unsharded and by_columns(eqn, stored.spec, gatherer, scope.row_dims):
-        (rows,) = jaxprs.bind(eqn, [gatherer.constrain(stored.value, stored.spec), *indices])
-        columns = gatherer.constrain(rows, (None, None, gatherer.axis))
-        rows = gatherer.constrain(columns, (gatherer.axis, None, None))
-        return rows.astype(table.value.dtype)
-    if scope.share:
+            (rows,) = jaxprs.bind(self.eqn, [pinned, *indices])
+        return rows.astype(dtype)
+
+
+def find(
+    eqn: Equation, values: Sequence[Value], gatherer: Gatherer, scope: Scope
+) -> TableLookup | None:
+    """Returns an equation as a lookup of rows in a sharded table; None if the equation is not a
+    lookup, or if the table is gathered in the usual way."""
+    table = values[0]
+    if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
         return None
-    if table.value.size <= _looked_up(eqn, gatherer.mesh, scope.row_dims, 1):
+    is_used_unsharded = id(table) in scope.used_unsharded
+    serves_all = scope.share and is_used_unsharded
+    if gatherer.lanes_on_axis or table.unsharded is not None or serves_all:
         return None
-    delayed = table
-    if scope.emitted.rows is not None:
-        value, _ = lax.optimization_barrier((stored.value, scope.emitted.rows))
-        delayed = stored.with_value(value)
-    unsharded = gatherer.gather(delayed, scope, indices).astype(table.value.dtype)
-    scope.emitted.gathered[id(table)] = table, None
-    (scope.emitted.rows,) = jaxprs.bind(eqn, [unsharded, *indices])
-    return scope.emitted.rows
+    stored = narrowest(table)
+    if (spec := spec_by_rows(eqn, stored.spec, gatherer, scope.row_dims)) is not None:
+        return TableLookup(eqn, spec)
+    if is_used_unsharded and by_columns(eqn, stored.spec, gatherer, scope.row_dims):
+        return TableLookup(eqn, stored.spec, by_columns=True)
+    few = table.value.size > _looked_up(eqn, gatherer.mesh, scope.row_dims, 1)
+    return TableLookup(eqn, None) if few and not scope.share else None
 
 
 def spec_by_rows(eqn: Equation, spec: Spec, gatherer: Gatherer, rows: RowDimensions) -> Spec | None:

@@ -8,7 +8,7 @@ a float32 head of a bf16 model, in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
+T = TypeVar("T")
 
-def narrowest(value: object) -> object:
+
+def narrowest(value: Shard | T) -> Shard | T:
     """Returns the shard from which a shard was cast, by one or several widening casts; other values
     unchanged."""
     while (narrow := _cast_from(value)) is not None:

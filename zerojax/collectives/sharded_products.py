@@ -33,7 +33,7 @@ from zerojax.graph.contractions import RESULT, Contraction
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation
+from zerojax.xla.types import Equation, Value
 
 _TIMES = 2
 """The fewest bytes of the weight, as a multiple of the bytes that its product sends: a gather of
@@ -60,9 +60,10 @@ class Product(NamedTuple):
     size: int
 
     def run(
-        self, values: Sequence[jax.Array], where: str, gatherer: Gatherer, scope: Scope
+        self, values: Sequence[Value], gatherer: Gatherer, scope: Scope, where: str = decisions.USE
     ) -> jax.Array:
         """Returns the result for these operands, with the ledger's place ``where``."""
+        values = [plain(x) for x in values]
         operands = [
             _by_column(x, self.columns[i], gatherer) if i in self.columns else x
             for i, x in enumerate(values)
@@ -133,11 +134,11 @@ def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | No
     return Product(eqn, columns, sent, rows, sizes[at])
 
 
-def multiply(
+def of_weight(
     eqn: Equation, values: Sequence[Any], gatherer: Gatherer, scope: Scope
-) -> jax.Array | None:
-    """Returns the product of a weight that stays sharded with activations; None if an equation is
-    not such a product, or if the weight is gathered."""
+) -> Product | None:
+    """Returns an equation as the product of a weight that stays sharded with activations; None if
+    it is not such a product, or if the weight is gathered."""
     weights = [i for i, x in enumerate(values) if isinstance(x, Shard)]
     if len(weights) != 1:
         return None
@@ -147,11 +148,7 @@ def multiply(
     is_gathered = weight.gathered is not None or emitted.copy_of(weight) is not None
     if is_gathered or weight.gathering.host or weight.gathering.narrow is not None:
         return None
-    product = find(eqn, at, weight.spec, gatherer)
-    if product is None:
-        return None
-    operands = [plain(x) for x in values]
-    return product.run(operands, decisions.USE, gatherer, scope)
+    return find(eqn, at, weight.spec, gatherer)
 
 
 def _is_supported(gatherer: Gatherer) -> bool:

@@ -100,7 +100,7 @@ class EvaluationProgram:
         self._stages: Stages | None = None
         if schedule := Schedule.of(plan.lowering_mesh, sizes.accumulation):
             self._stages = Stages(function.__name__, plan, schedule, states.warn_once)
-            # Stages split a batch themselves, so that a part may have as many rows as a step's batch.
+            # Stages split a batch themselves: a part may have as many rows as a step's batch.
             self._micro = sizes.train and sizes.train // batch_devices(plan.mesh)
         overlap = self._config.overlap_comm is not False
         self._inserter = Inserter(

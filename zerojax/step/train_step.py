@@ -149,7 +149,7 @@ class Step(Decorated[P, R]):
             call = call._replace(further=further)
         if not is_checked:
             layout.check_more(call)
-        # Before it runs: processes with different programs would wait for each other in a collective.
+        # Before it runs: processes with unequal programs would wait for each other in a collective.
         self._compare(
             program,
             call,

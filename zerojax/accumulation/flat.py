@@ -160,6 +160,8 @@ class _Opener:
         """Returns the jaxpr to inline in place of an equation; None if the equation stays."""
         if eqn.primitive in jaxprs.CALLS:
             return None if eqn.primitive in self._keeps else jaxprs.called_jaxpr(eqn)
+        # Rows added to zeros are a sum over rows. Rows added to counts of the state are none: each
+        # micro-batch would add these counts, too.
         if eqn.primitive is lax.scatter_add_p and values[0] not in self._zeros:
             operand_depends, *updates_depend = (
                 not self._batch.isdisjoint(jaxprs.variables([v])) for v in values

@@ -150,6 +150,7 @@ def split(
             v,
             analysis.kind(v).added.name,
             wants.get(v),
+            # Micro-batches add up in float32, which need not be rounded to be widened again.
             _is_half(v) and chosen.taken_wide(v),
             where(graph.producer(v)),
         )

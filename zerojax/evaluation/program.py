@@ -100,6 +100,7 @@ class EvaluationProgram:
         self._stages: Stages | None = None
         if schedule := Schedule.of(plan.lowering_mesh, sizes.accumulation):
             self._stages = Stages(function.__name__, plan, schedule, states.warn_once)
+            # Stages split a batch themselves: a part may have as many rows as a step's batch.
             self._micro = sizes.train and sizes.train // batch_devices(plan.mesh)
         overlap = self._config.overlap_comm is not False
         self._inserter = Inserter(
@@ -284,6 +285,7 @@ class EvaluationProgram:
                 "row for each of the batch by batch_argnums"
             ) from error
         by_rows = ByRows(full, part, rows, padded=division.padded != division.rows)
+        # Worked out here, where Undivided is caught, and not in the trace of the program.
         by_rows(division.part)
         return by_rows
 

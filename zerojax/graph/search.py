@@ -41,6 +41,7 @@ def equations(
     for equation in jaxpr.eqns:
         yield equation
         for body in jaxprs.inner(equation) if enters(equation) else ():
+            # Ids are unique while the outermost program holds all of these.
             if id(body) not in seen:
                 seen.add(id(body))
                 yield from equations(body, enters, seen)

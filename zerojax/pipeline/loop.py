@@ -79,6 +79,7 @@ class LayerLoop(NamedTuple):
             out_specs=[*map(stage.result_spec, range(len(self.results)))],
             # Other axes, such as "model", stay automatic: XLA shards each layer over them.
             axis_names={*schedule.axes},
+            # With the check, a carry of zeros has another type than one computed on own rows.
             check_vma=False,
         )(*given)
         return [stage.leaving(i, x) for i, x in enumerate(outs)]

@@ -53,6 +53,7 @@ class BatchLayout(BatchPlacer):
 
     def check(self, batch: PyTree) -> None:
         """Raises ValueError if the batch, or a missing one, does not fit devices or config."""
+        # In a step without a batch, the tuple of its arguments is empty.
         if isinstance(batch, tuple) and not batch:
             return self._check_absent()
         self._check_dimensions(batch)

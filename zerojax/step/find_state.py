@@ -171,6 +171,7 @@ def computed(x: Any) -> object:
         other = explicit_axes(sharding.mesh) != explicit_axes(context)
     else:
         other = False
+    # In a trace JAX refuses operands in two memory spaces; a step may combine all of its state.
     return jaxprs.like(x) if other or getattr(sharding, "memory_kind", None) == PINNED else x
 
 

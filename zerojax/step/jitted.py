@@ -55,7 +55,7 @@ def open_jit(function: Callable[..., PyTree]) -> Jitted:
         return Jitted(bound, without_self(opened.static), without_self(opened.donated))
     if type(function) is type(jax.jit(_nothing)):
         jit = function
-    # flax has a class for each mode of NNX: graph mode and tree mode.
+    # With graph=False, nnx.jit returns another class than in graph mode.
     elif type(function) in (type(nnx.jit(_nothing)), type(nnx.jit(_nothing, graph=False))):
         jit = function.jitted_fn  # type: ignore[attr-defined]
     else:

@@ -83,6 +83,7 @@ class StepSetting:
         self.inserter = Inserter(
             mesh,
             axis,
+            # Below stage 3 a parameter is gathered once, and stays until the end of the step.
             keep=config.stage < 3,
             away=smallest_away(config),
             overlap=config.overlap_comm is not False,

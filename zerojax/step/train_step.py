@@ -149,6 +149,7 @@ class Step(Decorated[P, R]):
             call = call._replace(further=further)
         if not is_checked:
             layout.check_more(call)
+        # Before it runs: processes with unequal programs would wait for each other in a collective.
         self._compare(
             program,
             call,
@@ -166,6 +167,7 @@ class Step(Decorated[P, R]):
             slots = LastSlots(call.signature.state, program)
             self._last = None if last is None else (last, program, slots)
         if setting.kind.any_pytree:
+            # Nothing else shows that zerojax created these arrays, which a step may donate.
             owned = self._states.owned
             if self._last is None:
                 owned.add(result.flat.leaves)

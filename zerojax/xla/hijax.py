@@ -40,6 +40,7 @@ class _Opener(Rewriter):
 
     def body(self, jaxpr: Any) -> Jaxpr:
         """Returns an open jaxpr without hijax; the jaxpr itself if it has none."""
+        # JAX keeps the flag beside the equations, and would go on to expand them.
         opened = super().body(jaxpr).replace(is_high=False) if jaxpr.is_high else jaxpr
         return cast(Jaxpr, opened)
 

@@ -42,7 +42,7 @@ def test_options_that_xla_lacks_are_refused(name: str) -> None:
     if name in KNOWN:
         assert (options(gpus, chosen) or {}).items() >= chosen.items()
     else:
-        with pytest.raises(ConfigError, match=rf"^xla\.{name}: the XLA of jax .* leave it out"):
+        with pytest.raises(ConfigError, match=rf"^xla\.{name}: the XLA of jax .* remove it"):
             options(gpus, chosen)
 
 

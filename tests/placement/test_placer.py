@@ -61,7 +61,7 @@ def test_each_section_has_its_own_disk(tmp_path: Path) -> None:
 def test_the_second_path_is_looked_at_before_any_work(tmp_path: Path, optimizer: str) -> None:
     where = nvme(tmp_path) if optimizer == "nvme" else "cpu"
     zero = zero_of(where, nvme(tmp_path / "none", max_in_cpu=0))
-    with pytest.raises(DiskError, match=rf"nvme_path {tmp_path}/none is not there"):
+    with pytest.raises(DiskError, match=rf"nvme_path {tmp_path}/none does not exist"):
         zero.init(create)
 
 
@@ -76,5 +76,5 @@ def test_room_for_the_copies_too(
     if fits:
         zero.init(create)
         return
-    with pytest.raises(DiskError, match=r"has 0.012 MB free and the state needs 0.0134 MB"):
+    with pytest.raises(DiskError, match=r"has 0.012 MB free, and the state needs 0.0134 MB"):
         zero.init(create)

@@ -56,7 +56,7 @@ def restored(run: pathlib.Path) -> tuple[GPT, Any, str]:
         saved = checkpointer.extra(step, process=0) or {}
         if not {"model", "run"} <= saved.keys():
             raise ValueError(
-                f"--run {run} holds checkpoints of something else: name the --output_dir of "
+                f"--run {run} holds checkpoints of another program: name the --output_dir of "
                 "python -m examples.run_clm"
             )
         text = saved["run"]["identity"]["text"]
@@ -90,7 +90,7 @@ def continuation(
     """
     tokens, block = prompt.encode("utf-8", "surrogateescape"), model.config.block_size
     if not tokens:
-        raise ValueError("--prompt is empty: write at least one character to go on from")
+        raise ValueError("--prompt is empty: write at least one character")
     if len(tokens) >= block:
         raise ValueError(
             f"--prompt has {len(tokens)} bytes and the model a block of {block}: shorten it to "

@@ -30,9 +30,7 @@ def dataset(name: str, configuration: str | None = None) -> str:
     if not folder.is_dir():
         return f"{name}:{configuration}" if configuration else name
     if configuration and not (folder / configuration).is_dir():
-        raise FileNotFoundError(
-            f"--dataset_config_name: there is no folder {folder / configuration}"
-        )
+        raise FileNotFoundError(f"--dataset_config_name: {folder / configuration} does not exist")
     return str(folder / (configuration or ""))
 
 

@@ -30,7 +30,7 @@ def monitors(
     """
     if not with_tracking:
         if report_to:
-            raise ValueError(f"--report_to {report_to} goes with --with_tracking, which is missing")
+            raise ValueError(f"--report_to {report_to} needs --with_tracking")
         return {}
     everywhere = ["csv", *filter(_installed, _OTHERS)]
     names = everywhere if report_to in (None, "all") else [report_to]

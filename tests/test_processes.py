@@ -271,7 +271,7 @@ SAID = {
     "\"['weights']\": (3,)",
     "an argument": "has the shape (8,), with the 8 rows of the batch, which is cut into 2",
     "alternating devices": "on this mesh a process has no block of neighbouring rows",
-    "no slice": "33 rows do not divide among 2 processes: use 32 or 34 rows",
+    "no slice": "33 rows do not divide among 2 processes: use 32 or 34",
 }
 
 

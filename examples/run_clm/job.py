@@ -72,9 +72,9 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.text:
-            raise ValueError("--dataset_name and --text are two sources: keep one")
+            raise ValueError("--dataset_name and --text are both given: remove one")
         if self.dataset_config_name and not self.dataset_name:
-            raise ValueError("--dataset_config_name goes with --dataset_name, which is missing")
+            raise ValueError("--dataset_config_name needs --dataset_name")
 
     def steps(self, text: data.Text, rows: int) -> int:
         """Updates in all: of so many epochs, or `--max_train_steps`, whichever ends first."""

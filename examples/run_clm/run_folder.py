@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints, and what must agree for a run to go on from them.
+"""The folder of a run: its checkpoints, and what must agree to continue a run from them.
 
     OUT/checkpoints/STEP/    the state, and in its record the loss history and the run's identity
     OUT/loss.png             the curve
@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def step(self) -> int | None:
-        """Steps done by the checkpoint to go on from, None where there is none."""
+        """Steps done by the checkpoint to continue from; None without one."""
         return self._from_step if self._from_step else self._checkpointer.latest_step()
 
     def history(self) -> History:
@@ -90,7 +90,8 @@ class RunFolder:
         run = self._extra().get("run")
         if run is None:
             raise ValueError(
-                f"{self.checkpoints} holds checkpoints of something else: choose --output_dir"
+                f"{self.checkpoints} holds checkpoints of another program: choose another "
+                "--output_dir"
             )
         differences = [
             f"  {name}: {run['identity'].get(name)} there, {value} now"
@@ -156,5 +157,5 @@ class RunFolder:
 def _offer(error: DamagedCheckpointError) -> str:
     """What the user of the main job can do about damage."""
     if error.newest_intact is None:
-        return f"{error}\nNothing is left to go on from: --restart begins again."
+        return f"{error}\nNo checkpoint is left to continue from: pass --restart."
     return f"{error}\n--from_step {error.newest_intact} goes on from there."

@@ -65,13 +65,13 @@ class Job:
             "--text": self.text,
         }
         if len(given := [name for name, value in sources.items() if value]) > 1:
-            raise ValueError(f"{' and '.join(given)} are two sources: keep one")
+            raise ValueError(f"{' and '.join(given)} are both given: remove one")
         for name, other in (
             ("validation_file", "train_file"),
             ("dataset_config_name", "dataset_name"),
         ):
             if getattr(self, name) and not getattr(self, other):
-                raise ValueError(f"--{name} goes with --{other}, which is missing")
+                raise ValueError(f"--{name} needs --{other}")
         if self.model_name_or_path not in SIZES and not self.folder:
             raise ValueError(
                 f"--model_name_or_path {self.model_name_or_path} is neither one of "

@@ -71,7 +71,7 @@ class Options:
                 "give --train_file and --validation_file, or --dataset_name, or --text alone"
             )
         if self.dataset_config_name and not self.dataset_name:
-            raise ValueError("--dataset_config_name goes with --dataset_name, which is missing")
+            raise ValueError("--dataset_config_name needs --dataset_name")
 
     @property
     def written_length(self) -> int:
@@ -85,7 +85,7 @@ def check_lengths(options: Options, positions: int) -> None:
         if (length := getattr(options, name) or 0) > positions:
             raise ValueError(
                 f"--{name} {length}, but --model_name_or_path {options.model_name_or_path} has "
-                f"{positions} positions (max_position_embeddings): take that many or fewer"
+                f"{positions} positions (max_position_embeddings): lower it"
             )
     if options.val_min_target_length > options.written_length:
         longest = "val_max" if options.val_max_target_length else "max"

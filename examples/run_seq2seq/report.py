@@ -33,7 +33,7 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
     try:
         import sacrebleu
     except ImportError:
-        raise ImportError("BLEU is of the extra: pip install -e '.[examples]'") from None
+        raise ImportError("BLEU needs an extra: pip install -e '.[examples]'") from None
     return float(sacrebleu.corpus_bleu(texts, [references]).score)
 
 

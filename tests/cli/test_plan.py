@@ -98,7 +98,7 @@ def test_axes_of_the_mesh(config: Path) -> None:
     assert "8 x h100 (data 4, model 2)" in result.stdout
     assert "batch 8 = 2 x 1 x 4" in result.stdout
     said = refused(run(config, *pairs))
-    assert "no parameter is cut over the mesh axis 'model'" in said
+    assert "no parameter is sharded over the mesh axis 'model'" in said
     assert "axes data=3 multiply out to 3" in refused(run(config, "--mesh", "data=3"))
 
 

@@ -111,7 +111,7 @@ def test_a_warning_before_xla_computes_values_again(capsys: pytest.CaptureFixtur
 
     assert "again" not in told(0.94 * begins)
     near = told(begins - GB)
-    assert "warning: 1 GB more, and XLA computes values again" in near
+    assert "warning: with 1 GB more, XLA recomputes values" in near
     assert "where it estimates that a program needs more than 65.1 GB" in near
     over = told(begins + GB, again=7)
     assert "warning: XLA recomputes 7 values to save memory, 3 GB and 20 ms of a step" in over

@@ -108,10 +108,10 @@ def test_a_process_that_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "4000"}
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match="torchrun started 2 processes, and this one, number 1,"):
+    with pytest.raises(LaunchError, match="torchrun started 2 processes, and number 1 has not"):
         zerojax.zero(stage=1)
     jax.devices()
-    with pytest.raises(LaunchError, match="this is process 1 of 2, and JAX is in use already"):
+    with pytest.raises(LaunchError, match="JAX is in use already in process 1 of 2"):
         zerojax.init_distributed()
     monkeypatch.delenv("MASTER_PORT")
     zerojax.zero(stage=1)  # half an environment is perhaps of something else

@@ -50,9 +50,7 @@ print(float(evaluate(state, batch)))
 
 def test_one_process_alone(tmp_path: Path) -> None:
     """It is an error soon, where all would wait for ever."""
-    said = (
-        r"call 5 of zerojax is (a save of step 1|train_step\(...\)) in process [01], which is at "
-    )
+    said = r"call 5 of zerojax is (a save of step 1|train_step\(...\)) in process [01], at "
     told = launched(tmp_path, SCRIPT + ALONE, "--nproc-per-node=2")
     assert told.status == 1, told.err
     shown = told.err.partition("zerojax launch: process ")[2]
@@ -102,6 +100,6 @@ def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> Non
     for _ in range(4):
         other.compare(0, described)
     said = capsys.readouterr().err
-    assert said.count("process 0 stands at ") == 1
+    assert said.count("process 0 has been at ") == 1
     assert "test_lockstep.py:" in said
-    assert "in or after call 1 of zerojax, and process 0 at" in said
+    assert "in or after call 1 of zerojax, and process 0 is at" in said

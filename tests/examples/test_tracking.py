@@ -11,7 +11,7 @@ from examples.tracking import monitors
 
 def test_where_figures_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert monitors(False, None, tmp_path) == {}
-    with pytest.raises(ValueError, match="--report_to wandb goes with --with_tracking"):
+    with pytest.raises(ValueError, match="--report_to wandb needs --with_tracking"):
         monitors(False, "wandb", tmp_path)
     wandb = monitors(True, "wandb", tmp_path)
     assert [*wandb] == ["wandb"]

@@ -244,5 +244,5 @@ def test_streams_have_no_beams() -> None:
     one_by_one = OneByOne()
     params = jax.eval_shape(one_by_one.init, jax.random.key(0), jnp.ones((1, 4), int))["params"]
     params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
-    with pytest.raises(ValueError, match="num_beams: the model takes one token of all rows"):
+    with pytest.raises(ValueError, match="num_beams: the model reads one token of all rows"):
         zerojax.generate(one_by_one, params, [[1], [2, 3]], max_new_tokens=2, num_beams=2)

@@ -68,7 +68,7 @@ def test_what_a_folder_says_in_vain_is_named_once(caplog: pytest.LogCaptureFixtu
         ("eos_token_id", "did you mean `eos`?"),
         ("max_length", "did you mean `max_new_tokens`, which does not count"),
         ("do_sample", "did you mean `temperature` above 0 with `key`?"),
-        ("num_return_sequences", "did you mean `tokens` with each prompt so many times?"),
+        ("num_return_sequences", "did you mean `tokens` with each prompt repeated?"),
         ("attention_mask", "did you mean `mask`?"),
         ("num_beam", "did you mean `num_beams`?"),
         ("weight", "did you mean `weights`?"),

@@ -17,7 +17,7 @@ from zerojax.cli.options import AsJson, wrong_input
 
 
 def estimate(
-    params: Annotated[float | None, typer.Option(help="Parameters of the model, as 7e9.")] = None,
+    params: Annotated[float | None, typer.Option(help="The model's parameters, say 7e9.")] = None,
     largest_layer: Annotated[
         float | None,
         typer.Option(
@@ -26,7 +26,7 @@ def estimate(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="In place of both: a name, as llama-7b, or module:function for yours."),
+        typer.Option(help="Instead of both: a name, such as llama-7b, or module:function."),
     ] = None,
     seq: Annotated[
         int, typer.Option(min=1, help="Tokens in a row, where the model's size depends on it.")

@@ -45,14 +45,14 @@ def explain(
     as_json: AsJson = False,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Solve the batch sizes for so many data-parallel devices."),
+        typer.Option(min=1, help="Compute the batch sizes for N data-parallel devices."),
     ] = None,
     auto: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help='What stands in for an "auto", as scheduler.params.total_num_steps=300; '
-            "may be given more than once.",
+            help='The value of an "auto", such as scheduler.params.total_num_steps=300; '
+            "may be repeated.",
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every key that zerojax knows.")] = False,

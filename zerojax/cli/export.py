@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A folder of steps, or one step's folder.")],
-    out: Annotated[str, typer.Argument(help="The folder to write, empty or not there.")],
+    out: Annotated[str, typer.Argument(help="The folder to write; must be empty or absent.")],
     step: Annotated[int | None, typer.Option(help="This step, not the newest.")] = None,
     dtype: Annotated[
         str | None,
@@ -39,14 +39,14 @@ def export(
         ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="Of a file, in bytes or as 500MB, 5GB, 1GiB.")
+        str, typer.Option(help="Of a file, in bytes, or as in 500MB, 5GB, 1GiB.")
     ] = "5GB",
     names: Annotated[
         str | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="What tensors and other files there are, as "
-            "zerojax.models.hugging_face.gpt2:export_names says for transformers' GPT-2.",
+            help="Names of tensors and other files, as "
+            "zerojax.models.hugging_face.gpt2:export_names returns them for transformers' GPT-2.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -37,20 +37,20 @@ def fit(
     config: Annotated[
         Path,
         typer.Option(
-            help='A DeepSpeed config, or Accelerate\'s YAML; what it leaves out, or has as "auto", '
-            "is open."
+            help="A DeepSpeed config, or Accelerate's YAML; keys that it "
+            'leaves out, or sets to "auto", are searched.'
         ),
     ],
     devices: Devices,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Rows of an update, over all devices; else open.")
+        int | None, typer.Option(min=1, help="Rows of an update; searched by default.")
     ] = None,
     seq: Seq = 1024,
     network: Network = None,
     mesh_axes: MeshAxes = None,
     attention: Attention = None,
     auto: Auto = None,
-    out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the fastest config.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = 40,
     minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,
     as_json: AsJson = False,

@@ -27,26 +27,26 @@ SETTINGS = {"allow_interspersed_args": False}
 
 def launch(
     context: typer.Context,
-    script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS", help="What to run.")],
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS", help="The script to run.")],
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
     nproc_per_node: Annotated[
         str | None,
-        typer.Option(help="Processes on a machine, or 8,4 where machines differ; else one a GPU."),
+        typer.Option(help="Processes of a machine, or 8,4 for two; default: one a GPU."),
     ] = None,
     hostfile: Annotated[Path | None, typer.Option(help="Lines as worker-0 slots=8.")] = None,
     include: Annotated[
-        str | None, typer.Option(help="Hosts and GPUs to use, as worker-0@worker-1:0,2.")
+        str | None, typer.Option(help="Hosts and GPUs to use, such as worker-0@worker-1:0,2.")
     ] = None,
     exclude: Annotated[str | None, typer.Option(help="Hosts and GPUs to leave out.")] = None,
     num_nodes: Annotated[
         int | None,
-        typer.Option(min=1, max=10**6, help="How many machines; the hostfile's first ones."),
+        typer.Option(min=1, max=10**6, help="Number of machines, the first of the hostfile."),
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(min=0, help="Start only this machine's part: its number.")
+        int | None, typer.Option(min=0, help="Number of this machine; starts only its processes.")
     ] = None,
     coordinator: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the first machine; else a free port.")
+        str | None, typer.Option(help="HOST:PORT of the first machine; default: a free port.")
     ] = None,
     use_mpi: Annotated[
         bool, typer.Option("--mpi", help="Start the hostfile's machines by mpirun, or fail.")
@@ -59,19 +59,19 @@ def launch(
         str | None, typer.Option(metavar="IMAGE", help="Print a manifest of pods of this image.")
     ] = None,
     config_file: Annotated[
-        Path | None, typer.Option(help="What accelerate config wrote; options here win.")
+        Path | None, typer.Option(help="The file of `accelerate config`; options override it.")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often to start again what failed or was preempted.")
+        int, typer.Option(min=0, help="Number of restarts after a failure or a preemption.")
     ] = 0,
     watchdog: Annotated[
-        str | None, typer.Option(help="Seconds without a step until all are ended, or off.")
+        str | None, typer.Option(help="Seconds without a step until all processes end, or off.")
     ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="A folder for each process's output.")
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0, max=10**6, help="Seconds from SIGTERM to SIGKILL, to save in.")
+        float, typer.Option(min=0, max=10**6, help="Seconds to save, from SIGTERM to SIGKILL.")
     ] = 60.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started.")

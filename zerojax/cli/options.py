@@ -12,12 +12,12 @@ SUFFIXES = (".png", ".svg")
 """The suffixes of pictures."""
 
 Model = Annotated[
-    str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
+    str, typer.Option(help="A name, such as llama-7b, or module:function for your own model.")
 ]
 Devices = Annotated[
     str,
     typer.Option(
-        metavar="KIND:N", help="As h100:8, which need not be there; here for those of this machine."
+        metavar="KIND:N", help="Such as h100:8, which may be absent; here for this machine's."
     ),
 ]
 Network = Annotated[
@@ -25,14 +25,14 @@ Network = Annotated[
     typer.Option(
         metavar="SPEED",
         help="Between nodes, each way: 400gb (gigabits a second) for each device, 3.2tb/host, or a "
-        "name, as ib-ndr or a3-mega; else that of the kind of device.",
+        "name, such as ib-ndr or a3-mega; default: that of the kind of device.",
     ),
 ]
 Attention = Annotated[
     str | None,
     typer.Option(
         metavar="auto|mosaic_gpu|cudnn|plain",
-        help="Of a model that takes `attention`. auto: mosaic_gpu where tokamax is installed and "
+        help="For a model that takes `attention`. auto: mosaic_gpu where tokamax is installed and "
         "the GPUs are Hopper or newer, else plain; cudnn is assumed for GPUs that are absent.",
     ),
 ]
@@ -41,16 +41,16 @@ MeshAxes = Annotated[
     typer.Option(
         "--mesh",
         metavar="AXIS=N,...",
-        help='Of the devices, outermost first, as data=4,model=2: "model" splits GPTs and Llamas '
-        "(tensor parallelism), seq shares a row's tokens, replica adds groups; else all are data.",
+        help='Of the devices, outermost first, such as data=4,model=2: "model" splits GPTs and '
+        "Llamas (tensor parallelism), seq a row's tokens, replica adds groups; default: all data.",
     ),
 ]
 Seq = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Tokens in a row.")]
 Auto = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),
+    typer.Option(metavar="KEY=VALUE", help='The value of an "auto", as for explain.'),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 class StepOptions(NamedTuple):

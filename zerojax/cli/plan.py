@@ -61,7 +61,7 @@ def plan(
     devices: Devices,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows of an update, over all devices; else the config's."),
+        typer.Option(min=1, help="Rows of an update, over all devices; default: the config's."),
     ] = None,
     seq: Seq = 1024,
     network: Network = None,
@@ -70,33 +70,33 @@ def plan(
         bool | None,
         typer.Option(
             "--remat/--no-remat",
-            help="Blocks keep their input only, where the model takes it; on by default.",
+            help="Blocks save only their input, if the model takes `remat`; on by default.",
         ),
     ] = None,
     remat_policy: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="What blocks keep beside their input, where the model takes it: a name for "
-            "zerojax.remat_policy, as dots_no_batch or names:a,b.",
+            help="What blocks save besides their input, if the model takes it: a name for "
+            "zerojax.remat_policy, such as dots_no_batch or names:a,b.",
         ),
     ] = None,
     attention: Attention = None,
     auto: Auto = None,
     look: Annotated[
         bool,
-        typer.Option("--remedies/--no-remedies", help="Where it does not fit, look for what does."),
+        typer.Option("--remedies/--no-remedies", help="If it does not fit, search what does."),
     ] = True,
     picture: Annotated[
         Path | None,
-        typer.Option(help="A .png or .svg of the memory at each stage; compiles those too."),
+        typer.Option(help="A .png or .svg of the memory at each stage; compiles every stage."),
     ] = None,
     collectives: Annotated[
         bool,
         typer.Option(
             "--collectives",
             help="The all-gathers and reductions that zerojax decides on, with the model's lines, "
-            "in place of the forecast; compiles nothing.",
+            "instead of the forecast; compiles nothing.",
         ),
     ] = False,
     generate: Annotated[
@@ -104,17 +104,17 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="Forecasts zerojax.generate in place of the step: N new tokens of each of --batch "
+            help="Forecasts zerojax.generate instead of the step: N new tokens of each of --batch "
             "rows (one per data device by default), after prompts of --seq tokens.",
         ),
     ] = None,
     weights: Annotated[
         Literal["gathered", "by_layer"] | None,
-        typer.Option(help="With --generate, as for zerojax.generate; else gathered if they fit."),
+        typer.Option(help="With --generate, as there; default: gathered if they fit."),
     ] = None,
     quantize: Annotated[
         Literal["int8", "int4"] | None,
-        typer.Option(help="With --generate, of the parameters; else they are bfloat16."),
+        typer.Option(help="With --generate, of the parameters; default: bfloat16."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -122,7 +122,7 @@ def plan(
 
     The step is compiled for devices that need not exist; nothing runs. If the step does not fit,
     other settings are compiled, until three are found that fit. With --generate the programs of
-    zerojax.generate are compiled in place of the step.
+    zerojax.generate are compiled instead of the step.
 
     Exits with 0 if the step fits, with 3 if it does not, and with 2 for bad input.
     """

@@ -136,7 +136,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
     forecast = planned.forecast
     last = forecast.programs[-1]
     if not last.compiled:
-        yield f"XLA refuses {last.name!r}: it needs at least that much, of unknown kinds."
+        yield f"XLA refuses {last.name!r}: it needs at least this much memory."
     elif not forecast.is_complete:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
     yield from forecast.plan.live.notes
@@ -170,7 +170,7 @@ def _about_recomputing(planned: Planned) -> Iterator[str]:
         )
     elif NEAR * limit < forecast.peak.bytes <= limit:
         yield (
-            f"warning: {size(limit - forecast.peak.bytes)} more, and XLA computes values again to "
+            f"warning: with {size(limit - forecast.peak.bytes)} more, XLA recomputes values to "
             f"save memory, which takes time; {cause}"
         )
 

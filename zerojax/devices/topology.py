@@ -31,7 +31,7 @@ GPUS_PER_HOST = 8
 TPUS_PER_HOST = 4
 
 MOST = 2**17
-"""The most devices of a mesh; JAX takes half a minute to make one of so many."""
+"""The most devices of a mesh; JAX takes half a minute to make a mesh of that size."""
 
 # The device description of XLA's GPU compiler (GpuTargetConfigProto), in protobuf's text format.
 _GPU_TARGET = Template("""

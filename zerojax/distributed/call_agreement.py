@@ -27,7 +27,7 @@ _SAME_FORM = (
 class CallAgreement:
     """The form of each call of one function: shapes and dtypes of its arrays, and its constants.
 
-    Calls of other forms run other programs, whose collectives wait for each other for ever, or pair
+    Calls of other forms run other programs, whose collectives wait for each other forever, or pair
     up and add unequal numbers. A process whose form changes begins a round at that call, and waits
     for all answers. If all forms change equally, all processes begin it and go on. A process whose
     form does not change sends nothing; the coordinator's thread sees the round and answers. The

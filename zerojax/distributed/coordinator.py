@@ -103,7 +103,7 @@ class Coordinator(threading.Thread):
         return self._rounds[topic]
 
     def new_topic(self, name: str) -> str:
-        """Returns a new topic: the name, with a number from the second topic of that name on."""
+        """Returns a new topic: the name, numbered if there are earlier topics of that name."""
         number = self.next_round(f"topics {name}")
         return name if number == 1 else f"{name} ({number})"
 

@@ -62,7 +62,7 @@ def end_at_once(index: int, count: int) -> None:
 def end_with(error: Exception) -> NoReturn:
     """Prints an error as an uncaught exception, and ends this process with status 1.
 
-    Another thread calls this function where the main thread may wait for ever, in a program that
+    Another thread calls this function where the main thread may wait forever, in a program that
     the other processes do not run.
     """
     sys.excepthook(type(error), error, error.__traceback__)

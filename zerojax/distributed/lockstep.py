@@ -31,7 +31,7 @@ _END = "the end of the program"
 class Lockstep:
     """Compares the calls of all processes with those of process 0, every few seconds.
 
-    If one process evaluates, saves or steps by itself, it waits for the others for ever, or its
+    If one process evaluates, saves or steps by itself, it waits for the others forever, or its
     collectives pair up with those of another call. The check never waits: process 0 publishes
     its last calls, and the others read them. A process that finds a difference ends with an error.
     So it does where the values that a call passes beside the batch differ.

@@ -83,7 +83,7 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
     if len(hosts) > 1 and (here := [each for each in records if each["gloo_on_loopback"]]):
         problems.append(
             f"/etc/hosts of {', '.join(by_host(here))} maps its own name to a loopback "
-            "address, on which gloo waits in vain for other hosts: map the name to the host's "
+            "address, where gloo never hears other hosts: map the name to the host's "
             "address in the network"
         )
     problems += unequal_settings([record["settings"] for record in records])

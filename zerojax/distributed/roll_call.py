@@ -84,7 +84,7 @@ class _Roll:
                 print(f"zerojax: {self._waits()}", file=sys.stderr, flush=True)
             ready = self._waiting.select(max(0.0, min(seconds - waited, 1.0)))
             late_turns += waited >= seconds
-            # Some may have come while this process was stopped; strangers come for ever.
+            # Some may have come while this process was stopped; strangers come forever.
             if late_turns and (not ready or late_turns > 2 * self.me.count + _VISITORS):
                 return self._missing(seconds)
             for key, _ in ready:

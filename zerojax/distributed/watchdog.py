@@ -39,7 +39,7 @@ class Watchdog:
 
     A step (or an evaluation) has ended when the devices have its results; the main thread may be
     blocked in a collective. While all processes give signs of life and one compiles, saves,
-    restores or is debugged, the watchdog waits: for an hour at most, but for ever for a debugger.
+    restores or is debugged, the watchdog waits: for an hour at most, but forever for a debugger.
     Before the end each process writes the stacks of all its threads to stderr and to
     ``ZEROJAX_RUN_DIR/stacks.INDEX``. A stopped process can do neither; the others print its index.
 

@@ -34,7 +34,7 @@ THEIRS = {theirs: f"`{ours}`" for theirs, ours in RENAMED.items()} | {
     "attention_mask": "`mask`",
     "max_length": "`max_new_tokens`, which does not count the prompt",
     "do_sample": "`temperature` above 0 with `key`",
-    "num_return_sequences": "`tokens` with each prompt so many times",
+    "num_return_sequences": "`tokens` with each prompt repeated",
 }
 """The keywords for transformers' names of arguments."""
 

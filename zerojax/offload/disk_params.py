@@ -94,7 +94,7 @@ class ParamReader:
     def read(self, number: int, position: SupportsInt, entry: SupportsInt) -> np.ndarray:
         """Returns a shard, see :class:`_Read`, or zeros if the read fails.
 
-        An error in the callback would leave the other devices waiting for this device for ever.
+        An error in the callback would leave the other devices waiting for this device forever.
         :meth:`check` raises the error instead.
         """
         request = _Read(number, int(position), int(entry))

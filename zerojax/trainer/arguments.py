@@ -379,4 +379,4 @@ def _argument_problems(given: Mapping[str, object], own: Iterable[str]) -> Itera
         if reason and value not in accepted:
             yield f"{name} = {as_text(value)} is not supported: {reason}"
         elif name not in known:
-            yield f"{name}: unknown argument; {hint(closest(name, known), 'take it out')}"
+            yield f"{name}: unknown argument; {hint(closest(name, known), 'remove it')}"

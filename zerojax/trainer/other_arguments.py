@@ -14,7 +14,7 @@ from zerojax.trainer.theirs import THEIR_DEFAULTS
 _LOOP = "rows are read in the training process; a dataset of grain or datasets reads ahead itself"
 _TORCH = "it steers PyTorch"
 _XLA = "XLA compiles every step"
-_LOGS = 'logging.getLogger("zerojax") has the level, and process 0 speaks for all'
+_LOGS = 'logging.getLogger("zerojax") has the level, and only process 0 logs'
 _HUB = "nothing is pushed to a hub"
 _PLACES = "a launcher or JAX_PLATFORMS chooses devices and processes"
 _ALWAYS = "always so"
@@ -209,7 +209,7 @@ def fsdp_options(
         elif suffix in _OF_XLA:
             options.unused.append(f"fsdp_config.{name} ({_XLA})")
         elif key is None:
-            remedy = hint(closest(suffix, [*known, *_REMAT, *_OF_XLA]), "take it out")
+            remedy = hint(closest(suffix, [*known, *_REMAT, *_OF_XLA]), "remove it")
             options.problems.append(f"fsdp_config.{name}: unknown key; {remedy}")
         elif reason and value not in (accepted, None):
             options.problems.append(f"fsdp_config.{name} = {as_text(value)}: {reason}")

@@ -82,7 +82,7 @@ class ReadByScripts:
 
     @property
     def should_log(self) -> bool:
-        """True in the process that speaks for all."""
+        """True in process 0, which logs."""
         return self.process_index == 0
 
     @property

@@ -295,11 +295,7 @@ def test_what_is_done_to_scaled_gradients_must_be_proportional(process: Any, all
         for a, b in zip(*both, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * float(jnp.max(jnp.abs(b))))
     else:
-<<<<<<< HEAD
         with pytest.raises(ValueError, match=r"clipped or added to .* optax chain"):
-=======
-        with pytest.raises(ValueError, match=r"clipped, or added to, .* optax chain"):
->>>>>>> messages
             run(zero_for(2, fp16=True), batches(1), body)
 
 

@@ -129,11 +129,7 @@ def test_meshes_and_specs_that_are_refused() -> None:
         zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"seq": 8}))
     zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes=MESHES["4x2"]), specs=P(None, "seq"))
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=TX)
-<<<<<<< HEAD
     with pytest.raises(ValueError, match="names the axis 'seq', over which"):
-=======
-    with pytest.raises(ValueError, match="names the axis 'seq', over which zerojax itself"):
->>>>>>> messages
         zero.init(lambda: state)
 
 

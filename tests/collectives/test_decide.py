@@ -12,9 +12,12 @@ from collectives.test_carried_sums import layers as layers_over_time
 from jax import lax
 
 import zerojax
-from zerojax.collectives import Shard, carried_sums, decide
+from zerojax.collectives import Inserter, Shard, carried_sums, decide
 from zerojax.collectives.gathering import Gatherer, Scope, Thresholds
 from zerojax.collectives.gradients import Reduction, Terms
+from zerojax.collectives.insert import Decider
+from zerojax.collectives.shard import Abstract
+from zerojax.collectives.uses import Kind
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan.quantized import Quantization, Sent
@@ -126,3 +129,103 @@ def reductions(loss: Any, shape: Any, x: Any, gatherer: Gatherer) -> list[Reduct
     scope = Scope(share=False, row_dims=RowDimensions.of_program(jaxpr, [None, 0]))
     decided = decide.decide_program(jaxpr, [weight(*shape), x], [ROWS], gatherer, scope, None)
     return [*decided.reductions.values()]
+
+
+def decided(
+    function: Any, *args: Any, want: Any, thresholds: Any = None
+) -> decide.ProgramDecisions:
+    """The decisions on a function at stage 3. Its last argument is a batch [rows, ...]; pairs of a
+    shape and a spec are shards."""
+    shards = [Shard(Abstract(shape, jnp.dtype("float32")), spec) for shape, spec in args[:-1]]
+    shapes = [*(weight(*shape) for shape, _ in args[:-1]), weight(*args[-1])]
+    jaxpr = jax.make_jaxpr(function)(*shapes)
+    rows = RowDimensions.of_program(jaxpr, [*[None] * len(shards), 0])
+    scope = Scope(share=False, row_dims=rows, defers=True)
+    inserter = Inserter(MESH, "data", keep=False, thresholds=thresholds)
+    given = [*shards, Abstract(args[-1], jnp.dtype("float32"))]
+    found, _ = Decider(inserter).decide(jaxpr, given, scope, want)
+    return found
+
+
+def tree(program: decide.ProgramDecisions) -> list[Any]:
+    """The decisions on a program as lists: for each equation on which something was decided its
+    primitive, the use of shards, what a loop gathers ahead and reduces later, and its programs."""
+    return [
+        [
+            at.eqn.primitive.name,
+            at.use and at.use.kind.name,
+            at.scan and ({i: d.name for i, d in at.scan.prefetched.items()}, [*at.scan.deferred]),
+            [each and each.terms.name for each in at.reductions if each],
+            *map(tree, at.programs),
+        ]
+        for at in program.inside.values()
+    ]
+
+
+def test_the_decisions_on_a_scanned_model() -> None:
+    """Each layer is gathered one iteration ahead, in both loops, and its gradient is reduced one
+    iteration later; the head is gathered at each use."""
+
+    def loss(head: Any, layers: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w.astype("bfloat16")), None
+
+        x, _ = lax.scan(layer, x.astype("bfloat16"), layers)
+        return jnp.sum(x.astype("float32") @ head)
+
+    args = (ONE, ROWS), (LAYERS, (None, *ROWS)), (8, N)
+    want = [ROWS, (None, *ROWS)]
+    found, again = (decided(jax.grad(loss, (0, 1)), *args, want=want) for _ in range(2))
+    assert tree(found) == tree(again)
+    forward, backward = (at for at in found.inside.values() if at.scan)
+    ahead = {0: jnp.dtype("bfloat16")}
+    assert forward.scan.prefetched == ahead
+    assert not forward.scan.deferred
+    assert [*backward.scan.prefetched.values()] == [*ahead.values()]
+    assert len(backward.scan.deferred) == 1
+    assert not backward.scan.constants
+    (body,) = forward.programs
+    assert [at.use.kind for at in body.inside.values()] == [Kind.ON_SHARDS, Kind.UNSHARDED]
+    uses = [at.use.kind for at in found.inside.values() if at.use]
+    assert Kind.UNSHARDED in uses
+    assert [each.terms for each in found.reductions.values()] == [Terms.WHOLE]
+
+
+def test_the_decisions_on_branches_and_loops() -> None:
+    """A branch gathers within; its result is a shard if both branches return a shard of one spec. A
+    loop gathers what each iteration needs before it, and carries the state that it updates as
+    shards."""
+
+    def choice(w: Any, x: Any) -> Any:
+        return lax.cond(x[0, 0] > 0, lambda: w * 2, lambda: w), lax.cond(
+            x[0, 0] > 0, lambda: x @ w, lambda: x
+        )
+
+    first, second = decided(choice, (ONE, ROWS), (8, N), want=[None, None]).inside.values()
+    assert [first.results, second.results] == [[ROWS], [None]]
+    kinds = [[at.use.kind for at in branch.inside.values()] for branch in second.programs]
+    assert sorted(map(len, kinds)) == [0, 1]
+    assert [Kind.UNSHARDED] in kinds
+
+    def loop(w: Any, average: Any, x: Any) -> Any:
+        def body(carry: Any) -> Any:
+            average, x, i = carry
+            return average * 0.9 + w * 0.1, x @ w, i + 1
+
+        return lax.while_loop(lambda carry: carry[2] < 3, body, (average, x, 0))
+
+    shards = (ONE, ROWS), (ONE, ROWS)
+    thresholds = Thresholds(small=0)
+    (at,) = decided(loop, *shards, (8, N), want=[None] * 3, thresholds=thresholds).inside.values()
+    assert at.loop == ({0: ROWS}, [set(), {0}])
+
+
+def test_a_table_and_a_wide_weight_stay_sharded() -> None:
+    def step(table: Any, w: Any, x: Any) -> Any:
+        return table[x[:, 0].astype(int)] @ w
+
+    thresholds = Thresholds(in_place=0)
+    args = ((64 * N, N), ROWS), ((N, 8 * N), (None, "data")), (8, N)
+    found = decided(step, *args, want=[None], thresholds=thresholds)
+    sends = [at.use.sends for at in found.inside.values() if at.use and at.use.sends]
+    assert [type(each).__name__ for each in sends] == ["TableLookup", "Product"]

@@ -10,10 +10,11 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
   ``quantization``.
 - Decisions at the entry of a step: ``gather_once``, with ``uses`` (the variables that a program
   needs unsharded, and their dtypes).
-- Decisions before a program or a loop runs: ``decide``, from ``target_specs`` (those of gradients,
-  traced back to the equations that compute them), ``residuals``, ``uses``, ``prefetch`` (layers
-  gathered one iteration ahead), ``deferred`` (gradients reduced one iteration later) and
-  ``carried_sums`` (gradients reduced after the loop). ``scans`` runs a loop, with ``stacks``.
+- Decisions before anything is emitted, by the ``Decider`` in ``insert``: ``decide``, from
+  ``target_specs`` (those of gradients, traced back to the equations that compute them),
+  ``residuals``, ``uses``, ``prefetch`` (layers gathered one iteration ahead), ``deferred``
+  (gradients reduced one iteration later) and ``carried_sums`` (gradients reduced after the loop).
+  ``scans`` runs a loop, with ``stacks``.
 - Rules for one kind of equation: ``propagate`` (specs through moves), ``gradients``, ``lookups``,
   ``sharded_products`` (products with weights that stay sharded), ``own_rows``, ``narrow``.
 - The optimizer's update: ``matrices`` (each device computes with some of the matrices).

@@ -1,12 +1,15 @@
-"""Decisions on a program and on a loop, taken before the first of their equations runs on shards.
+"""Decisions on a program, on its equations and its loops, as data, and how each is taken.
 
 The step, a function that it calls, a branch, and one iteration of a loop are separate programs.
+:class:`zerojax.collectives.insert.Decider` walks through all of them before anything is emitted.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -17,7 +20,7 @@ from zerojax.collectives.gradients import Reduction, Terms
 from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
-from zerojax.collectives.uses import Uses, carries_shard
+from zerojax.collectives.uses import Use, Uses, carries_shard
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import dependent
 from zerojax.graph.regions import regions
@@ -26,7 +29,7 @@ from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, MaybeNone
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,19 +41,107 @@ class ProgramDecisions:
         computed. Terms that are added up before they are reduced are left out.
       reductions: By variable, the reduction of each gradient that its equation produces.
       leaving: The stacks that wait in host memory for the backward pass.
-      used_unsharded: By ``id``, the shards among the arguments that a use other than a lookup needs
-        unsharded.
+      used_unsharded: The arguments that are shards which a use other than a lookup needs unsharded.
+      inside: By ``id`` of an equation that is not run as it is, the decisions on it.
     """
 
     wants: Mapping[Atom, Spec]
     reductions: Mapping[Atom, Reduction]
     leaving: set[Atom]
-    used_unsharded: frozenset[int]
+    used_unsharded: frozenset[Atom]
+    inside: dict[int, EquationDecisions] = field(default_factory=dict)
 
-    def places(self, eqn: Equation) -> bool:
-        """Returns whether an equation has a result that is a gradient, or from which a gradient is
-        computed, or that is sent to host memory."""
-        return any(v in self.wants or v in self.leaving for v in eqn.outvars)
+    @functools.cached_property
+    def placed(self) -> set[Atom]:
+        """The gradients, the values from which they are computed, and the stacks that leave."""
+        return {*self.wants, *self.leaving}
+
+
+@dataclass(eq=False)
+class EquationDecisions:
+    """The decisions on one equation, as far as they apply to it.
+
+    Attributes:
+      eqn: The equation.
+      program: The decisions on the program that contains it.
+      use: Its use of shards.
+      programs: The decisions on the programs inside, in order: a called program, the body of a
+        scan, the branches, the condition and the body of a ``while`` loop.
+      results: By result of a ``cond``, its spec if it is a shard.
+      scan: The decisions on a scan.
+      loop: The decisions on a ``while`` loop.
+      sent: By position of a stack that a scan computes and sends to host memory, the spec of an
+        entry's shard; None for residuals.
+    """
+
+    eqn: Equation
+    program: ProgramDecisions
+    use: Use | MaybeNone = None
+    programs: list[ProgramDecisions] = field(default_factory=list)
+    results: Sequence[Spec | None] = ()
+    scan: LoopDecisions | MaybeNone = None
+    loop: WhileDecisions | MaybeNone = None
+    sent: dict[int, Spec | None] = field(default_factory=dict)
+
+    @property
+    def wants(self) -> list[Spec | None]:
+        """By result, the spec of its shard if it is a gradient, or if one is computed from it."""
+        return [self.program.wants.get(v) for v in self.eqn.outvars]
+
+    @property
+    def reductions(self) -> list[Reduction | None]:
+        """By result, the reduction of a gradient that the equation produces."""
+        return [self.program.reductions.get(v) for v in self.eqn.outvars]
+
+
+class WhileDecisions(NamedTuple):
+    """The decisions on a ``while`` loop.
+
+    Attributes:
+      updated: See :class:`LoopDecisions`.
+      constants: Those of the condition and of the body, see :class:`LoopDecisions`.
+    """
+
+    updated: Mapping[int, Spec]
+    constants: Sequence[set[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopDecisions:
+    """The decisions on one loop. Positions count from the first operand, or result, of a kind:
+    constants, carried values, stacks.
+
+    Attributes:
+      sums: The carried values that are added up on each device and reduced after the loop.
+      carried: Positions of the other carried values.
+      constants: Positions of the constants that are gathered before the loop.
+      gathered: Positions of the stacks that are gathered before the loop: a stack that is sharded
+        along its layers cannot be gathered layer by layer.
+      prefetched: By position of a stack, the dtype in which its layers are gathered one iteration
+        ahead.
+      filled: By position of a stack, its sharded dimension, for those that the loop gathers and
+        stacks for later loops.
+      updated: By position of a carried value, the spec of its shard, for state that an iteration
+        changes: the loop carries shards, and each iteration gathers the state that it needs.
+      deferred: By position of a stack of gradients, the sum that is reduced one iteration later.
+      layer: Bytes of the parameters gathered ahead, or of the gradients reduced one iteration
+        later, whichever are more.
+      of_layer: Whether an iteration is one layer, whose gradients are stacked.
+      want: For each result of an iteration the spec of its shard if it is a gradient; None for
+        others.
+    """
+
+    sums: CarriedSums
+    carried: Sequence[int]
+    constants: set[int]
+    gathered: set[int]
+    prefetched: Mapping[int, jnp.dtype]
+    filled: Mapping[int, int]
+    deferred: Mapping[int, RowSum]
+    updated: Mapping[int, Spec]
+    layer: int
+    of_layer: bool
+    want: Sequence[Spec | None]
 
 
 def decide_program(
@@ -93,69 +184,31 @@ def decide_program(
         wants={v: spec for v, spec in wants.items() if v not in sums.added},
         reductions={v: each for v, each in reductions.items() if v not in sums.added},
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
-        used_unsharded=frozenset(id(x) for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)),
+        used_unsharded=frozenset(v for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class LoopDecisions:
-    """The decisions on one loop. Positions count from the first operand, or result, of a kind:
-    constants, carried values, stacks.
-
-    Attributes:
-      sums: The carried values that are added up on each device and reduced after the loop.
-      carried: Positions of the other carried values.
-      constants: Positions of the constants that are gathered before the loop.
-      gathered: Positions of the stacks that are gathered before the loop: a stack that is sharded
-        along its layers cannot be gathered layer by layer.
-      prefetched: By position of a stack, the dtype in which its layers are gathered one iteration
-        ahead.
-      filled: By position of a stack, its sharded dimension, for those that the loop gathers and
-        stacks for later loops.
-      deferred: By position of a stack of gradients, the sum that is reduced one iteration later.
-      layer: Bytes of the parameters gathered ahead, or of the gradients reduced one iteration
-        later, whichever are more.
-      of_layer: Whether an iteration is one layer, whose gradients are stacked.
-      want: For each result of an iteration the spec of its shard if it is a gradient; None for
-        others.
-    """
-
-    sums: CarriedSums
-    carried: Sequence[int]
-    constants: set[int]
-    gathered: set[int]
-    prefetched: Mapping[int, jnp.dtype]
-    filled: Mapping[int, int]
-    deferred: Mapping[int, RowSum]
-    layer: int
-    of_layer: bool
-    want: Sequence[Spec | None]
-
-
 def decide_loop(
-    eqn: Equation,
+    at: EquationDecisions,
     values: Sequence[object],
-    want: Sequence[Spec | None],
+    updated: Mapping[int, Spec],
     gatherer: Gatherer,
     scope: Scope,
     *,
-    updated: Mapping[int, Spec],
     prefetches: bool,
 ) -> LoopDecisions:
     """Decides how a loop runs on shards.
 
     Args:
-      eqn: The scan.
+      at: The decisions on the scan so far.
       values: Its operands, some of them a :class:`Shard`.
-      want: For each result the spec of an entry's shard if it is a gradient; None for others.
+      updated: See :func:`find_updated`.
       gatherer: Gathers parameters and reduces gradients.
       scope: The scope that contains the loop.
-      updated: By position of a carried value, the spec of its shard, for state that an iteration
-        changes (:func:`find_updated`): the loop carries shards, and each iteration gathers the
-        state that it needs.
       prefetches: Whether the loop gathers parameters one iteration ahead.
     """
-    loop = jaxprs.scan_parts(eqn)
+    loop = jaxprs.scan_parts(at.eqn)
+    want = target_specs.of_scan_body(loop, at.wants)
     (consts, _, xs), (carried_want, stacks_want) = loop.operands(values), loop.results(want)
     sums = CarriedSums(loop, carried_want, gatherer.thresholds.held)
     carried = [i for i in range(loop.carry) if i not in sums.terms]
@@ -168,7 +221,7 @@ def decide_loop(
     has_stacks = any(stacks_want) or bool(sums.stacks)
     prefetched = prefetch.decide(loop, read, gatherer, scope.row_dims, gathers=prefetches)
     later = deferred.decide(loop, stacks_want, gatherer, scope.row_dims) if scope.defers else {}
-    (*_, stacks), (_, results) = loop.operands(eqn.invars), loop.results(eqn.outvars)
+    (*_, stacks), (_, results) = loop.operands(at.eqn.invars), loop.results(at.eqn.outvars)
     stacked_bytes = (
         sum(stacks[i].aval.size * d.itemsize for i, d in prefetched.items()),
         sum(results[i].aval.size * results[i].aval.dtype.itemsize for i in later),
@@ -187,6 +240,7 @@ def decide_loop(
             if i not in gathered and isinstance(x, Shard) and x.gathering.by_loop
         },
         deferred=later,
+        updated=updated,
         layer=max(stacked_bytes) // loop.length,
         of_layer=has_stacks
         and not any(spec for i, spec in enumerate(carried_want) if i not in sums.stacks),

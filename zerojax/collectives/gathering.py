@@ -25,6 +25,7 @@ from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
 from zerojax.plan.rule import SMALL
 from zerojax.trace import marks
+from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation
 
 T = TypeVar("T")
@@ -233,6 +234,10 @@ class Gatherer:
         summed first; 1 if the number differs between hosts."""
         return near(self.mesh, self.axis)
 
+    def bind(self, eqn: Equation, values: Sequence[object]) -> Sequence[Any]:
+        """Runs an equation on other operands; returns its results."""
+        return jaxprs.bind(eqn, values)
+
     def constrain(self, value: jax.Array, spec: Sequence[SpecEntry]) -> jax.Array:
         """Constrains ``value`` to a spec; on lanes, returns ``value`` unchanged if the spec names
         an axis of the lanes."""
@@ -319,6 +324,14 @@ class Gatherer:
             return gathering.narrow.widen(self.gather(gathering.narrow.shard, scope, rest))
         if (copy := emitted.copy_of(shard)) is not None:
             return copy
+        unsharded = self.send(shard, scope, rest)
+        if scope.share:
+            emitted.gathered[id(shard)] = shard, unsharded
+        return unsharded
+
+    def send(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
+        """All-gathers one parameter for :meth:`gather`, from host memory or from the devices."""
+        emitted, gathering = scope.emitted, shard.gathering
         if gathering.host:
             value = fetch_to_device(shard.value)
         else:
@@ -330,10 +343,7 @@ class Gatherer:
             emitted.token = next(
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), emitted.token
             )
-        unsharded = self.all_gather(value, shard.spec, quantized=gathering.quantized)
-        if scope.share:
-            emitted.gathered[id(shard)] = shard, unsharded
-        return unsharded
+        return self.all_gather(value, shard.spec, quantized=gathering.quantized)
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
         """Reduces a gradient to its shard: the sum over the devices becomes a reduce-scatter, and

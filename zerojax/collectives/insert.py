@@ -13,15 +13,16 @@ backward pass without any differentiation rule.
 
 :class:`Inserter` runs the equations; :mod:`zerojax.collectives.scans` runs loops over stacks, and
 :mod:`zerojax.collectives.gathering` gathers and reduces. What is gathered or reduced where is
-decided before a program or a loop runs (:mod:`zerojax.collectives.decide`).
+decided before the first equation runs: :class:`Decider` walks through the same programs on abstract
+arrays, by the rules in :mod:`zerojax.collectives.decide`, and the emission follows its decisions.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import replace as with_fields
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -39,10 +40,10 @@ from zerojax.collectives import (
     propagate,
     residuals,
     sharded_products,
-    target_specs,
 )
-from zerojax.collectives.decide import ProgramDecisions
+from zerojax.collectives.decide import EquationDecisions, ProgramDecisions
 from zerojax.collectives.gathering import (
+    Emitted,
     Replacements,
     Scope,
     Thresholds,
@@ -51,22 +52,34 @@ from zerojax.collectives.gathering import (
     plain,
 )
 from zerojax.collectives.host import Host, on_host
+from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.narrow import arrived, copy_of_result, like, narrow_of, travelling
 from zerojax.collectives.order import Window
 from zerojax.collectives.partial_sums import PartialSum
 from zerojax.collectives.scans import Loop, Scans
-from zerojax.collectives.shard import Gathering, HostStack, Narrow, ReducedGradient, Shard
-from zerojax.collectives.uses import Kind, use_of
+from zerojax.collectives.shard import (
+    Abstract,
+    Gathering,
+    HostStack,
+    Narrow,
+    ReducedGradient,
+    Shard,
+)
+from zerojax.collectives.uses import Kind, Use, use_of
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.distributed import log
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec
+from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.quantized import UNQUANTIZED, Sent
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Value
+
+T = TypeVar("T")
+Values = Sequence[Value]
+Specs = Sequence[Spec | None]
 
 
 class Inserter(Scans):
@@ -114,10 +127,10 @@ class Inserter(Scans):
         closed: AnyJaxpr,
         args: Sequence[object],
         replace: Replacements | None = None,
-        want: Sequence[Spec | None] = (),
+        want: Specs = (),
         host: Host | None = None,
         rows: RowDimensions | None = None,
-    ) -> list[Any]:
+    ) -> list[Value]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays.
 
         ``want`` has the target spec of each result that is a gradient, None for the others.
@@ -137,7 +150,10 @@ class Inserter(Scans):
         )
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         self.ledger.follow(jaxpr, scope.row_dims)
-        outs = [plain(o) for o in self.run(closed, args, scope, want)]
+        undelayed = with_fields(scope, window=None, emitted=Emitted())
+        given = map(_abstract, jaxpr.invars, args)
+        decided, _ = Decider(self).decide(closed, [*given], undelayed, want)
+        outs = [plain(o) for o in self.run(closed, args, scope, decided)]
         self.ledger.record_equations(jaxpr)
         if not self.left and residuals.some_stay(jaxpr):
             self.left = True
@@ -145,89 +161,97 @@ class Inserter(Scans):
         return outs
 
     def run(
-        self,
-        closed: AnyJaxpr,
-        args: Sequence[object],
-        scope: Scope,
-        want: Sequence[Spec | None] = (),
-    ) -> list[Any]:
+        self, closed: AnyJaxpr, args: Values, scope: Scope, decided: ProgramDecisions
+    ) -> list[Value]:
         """Returns the results of one program (the step, a called function, an iteration, a branch)
-        on values some of which are shards; its results may be shards too.
-
-        ``scope`` is the scope in which the program runs, ``want`` as for :meth:`__call__`.
-        """
+        on values some of which are shards; its results may be shards too."""
         jaxpr, consts = jaxprs.open_jaxpr(closed)
-        decided = decide.decide_program(jaxpr, args, want, self, scope, self.smallest)
-        scope = replace(scope, used_unsharded=scope.used_unsharded | decided.used_unsharded)
-        env: dict[Atom, Any] = dict(
+        env: dict[Atom, Value] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        def run(eqn: Equation, values: list[Any]) -> Sequence[Any]:
-            if any(isinstance(v, PartialSum) for v in values):
-                if partial_sums.links(eqn):
-                    return [values[0].then(eqn)]
-                values = [
-                    partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
-                ]
-            with jaxprs.traced_where(eqn):
-                if (
-                    any(isinstance(v, Shard | HostStack) for v in values)
-                    or decided.places(eqn)
-                    or scope.replaces(eqn)
-                    or gradients.at_one_index(eqn)
-                    or own_rows.has_rows_for_groups(eqn, scope.row_dims, self.devices)
-                    or (self.smallest is not None and residuals.holds_block(eqn))
-                ):
-                    return self._equation(eqn, values, scope, decided)
-                outs = jaxprs.bind(eqn, values)
-                at = own_rows.rows_at(eqn, scope.row_dims) if scope.of_step else None
-                return outs if at is None else [self.by_rows(outs[0], at)]
+        step = functools.partial(self.step, scope, decided)
+        return jaxprs.interpret(jaxpr, env, self.ledger.recording(step, jaxpr))
 
-        return jaxprs.interpret(jaxpr, env, self.ledger.recording(run, jaxpr))
+    def within(
+        self, at: EquationDecisions, i: int, body: AnyJaxpr, args: Values, scope: Scope, want: Specs
+    ) -> list[Value]:
+        """Returns the results of program ``i`` inside an equation; ``want`` is for the decisions on
+        the program."""
+        return self.run(body, args, scope, at.programs[i])
 
-    def _equation(
-        self, eqn: Equation, values: list[Any], scope: Scope, decided: ProgramDecisions
-    ) -> Sequence[object]:
-        """Runs an equation that takes shards, or for which something was decided: replaces marks,
-        enters calls and loops, fetches operands from host memory, and reduces the results that are
-        gradients."""
-        specs = [decided.wants.get(v) for v in eqn.outvars]
+    def step(
+        self, scope: Scope, decided: ProgramDecisions, eqn: Equation, values: list[Value]
+    ) -> Values:
+        """Runs one equation of a program."""
+        if any(isinstance(v, PartialSum) for v in values):
+            if partial_sums.links(eqn):
+                return [values[0].then(eqn)]
+            values = [
+                partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
+            ]
+        with jaxprs.traced_where(eqn):
+            if (at := decided.inside.get(id(eqn))) is not None:
+                return self.equation(at, values, scope)
+            outs = jaxprs.bind(eqn, values)
+            dimension = own_rows.rows_at(eqn, scope.row_dims) if scope.of_step else None
+            return outs if dimension is None else [self.by_rows(outs[0], dimension)]
+
+    def emit(self, at: EquationDecisions, emission: Callable[[], T]) -> T:
+        """Runs an emission, whose results are arrays like those of the equation."""
+        return emission()
+
+    def barrier(self, values: Values) -> list[Value]:
+        """Sends arrays through an optimization barrier."""
+        return list(lax.optimization_barrier([*values]))
+
+    def equation(self, at: EquationDecisions, values: list[Value], scope: Scope) -> Values:
+        """Runs an equation on which something was decided: replaces marks, enters calls and loops,
+        fetches operands from host memory, and reduces the results that are gradients."""
+        eqn, name = at.eqn, at.eqn.primitive.name
         if (mark := marks.name_of(eqn)) in scope.replace:
-            return [scope.replace[mark](*values)]
+            return self.emit(at, lambda: [scope.replace[mark](*values)])
         if eqn.primitive in jaxprs.CALLS:
-            return self._call(eqn, values, scope, specs)
-        if (loop := jaxprs.scan_parts(eqn)) is not None:
-            want = target_specs.of_scan_body(loop, specs)
-            return Loop(self, eqn, values, scope, want, decided.leaving).results()
-        if eqn.primitive.name in LABELS and on_host(values[0]):
+            return self._call(at, values, scope)
+        if eqn.primitive is prims.scan_p:
+            return self.scan(at, values, scope)
+        if name in LABELS and on_host(values[0]):
             return values
         if marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.SHARD):
-            return jaxprs.bind(eqn, [plain(values[0])])
+            return self.bind(eqn, [plain(values[0])])
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
-        if own_rows.has_rows_for_groups(eqn, scope.row_dims, self.devices):
-            if eqn.primitive is prims.conv_general_dilated_p:
-                unsharded = self.gather_all(values, scope)
-                return [own_rows.on_own_rows(eqn, unsharded, self.mesh)]
-            return self._branch(eqn, values, scope)
-        if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
-            return self._use(eqn, values, scope)
+        has_rows_for_groups = own_rows.has_rows_for_groups(eqn, scope.row_dims, self.devices)
+        if has_rows_for_groups and eqn.primitive is prims.conv_general_dilated_p:
+            unsharded = self.gather_all(values, scope)
+            return self.emit(at, lambda: [own_rows.on_own_rows(eqn, unsharded, self.mesh)])
+        has_shards = any(isinstance(v, Shard) for v in values)
+        if has_rows_for_groups or (name in BRANCHES and (has_shards or scope.replaces(eqn))):
+            return self._branch(at, values, scope)
+        if scope.replaces(eqn):
+            raise NotImplementedError(
+                f"zerojax.value_and_grad within {name}: call it outside, in the step itself."
+            )
+        if has_shards:
+            return self.use(at, values, scope)
         if gradients.at_one_index(eqn):
-            values[0] = lax.optimization_barrier(values[0])
+            values[:1] = self.barrier(values[:1])
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
-            return [row_sum.partial(values, self)]
-        reductions = [decided.reductions.get(v) for v in eqn.outvars]
-        if not any(reductions):
-            return jaxprs.bind(eqn, values)
-        if (own := reductions[0]) is not None and own.product is not None:
+            return self.emit(at, lambda: [row_sum.partial(values, self)])
+        if not any(at.reductions):
+            return self.bind(eqn, values)
+        return self.emit(at, lambda: self._reduced(at, values, scope))
+
+    def _reduced(self, at: EquationDecisions, values: Values, scope: Scope) -> Sequence[jax.Array]:
+        """Runs an equation some of whose results are gradients, and reduces those."""
+        if (own := at.reductions[0]) is not None and own.product is not None:
             outs = [own.product.run(values, self, scope, decisions.PRODUCED)]
         else:
             first = len(self.ledger.decisions)
-            outs = gradients.bind_reduced(eqn, values, reductions, self)
+            outs = gradients.bind_reduced(at.eqn, values, at.reductions, self)
             self.ledger.record_reduction(outs, first)
         reduced = [
             ReducedGradient(o, each.spec)
-            for o, each in zip(outs, reductions, strict=True)
+            for o, each in zip(outs, at.reductions, strict=True)
             if each is not None
         ]
         if scope.emitted.reduced:
@@ -237,82 +261,67 @@ class Inserter(Scans):
             scope.emitted.reduced.append(reduced)
         return outs
 
-    def _use(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
+    def use(self, at: EquationDecisions, values: Values, scope: Scope) -> Values:
         """Runs an equation on shards if each device can do so on its own, else on the gathered
         arrays."""
-        name = eqn.primitive.name
-        if name in BRANCHES:
-            return self._branch(eqn, values, scope)
-        if scope.replaces(eqn):
-            raise NotImplementedError(
-                f"zerojax.value_and_grad within {name}: call it outside, in the step itself."
-            )
-        shards = [v for v in values if isinstance(v, Shard)]
-        specs = [v.spec if isinstance(v, Shard) else None for v in values]
-        # A value that a lane computes from a parameter and its own rows is not a shard.
-        only_shards = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
-        mixes = only_shards or not self.lanes_on_axis
-        use = use_of(eqn, specs, self.mesh, self.axis, mixes=mixes)
-        is_tied = self.share and not self.keep and scope.emitted.copy_of(shards[0]) is not None
-        if is_tied and (name in propagate.FORWARD or name in propagate.TAKES):
-            return jaxprs.bind(eqn, self.gather_all(values, scope))  # a tied embedding's head
-        if use.kind is Kind.REDUCED:
-            return jaxprs.bind(eqn, [plain(v) for v in values])
-        if use.kind is Kind.ON_SHARDS:
-            return self._on_shards(eqn, values, use.spec)
-        if use.kind is Kind.UNCHANGED:
-            if name != "optimization_barrier":
+        eqn, kind = at.eqn, at.use.kind
+        if kind is Kind.REDUCED:
+            return self.bind(eqn, [plain(v) for v in values])
+        if kind is Kind.ON_SHARDS:
+            return self._on_shards(eqn, values, at.use.spec)
+        if kind is Kind.UNCHANGED:
+            if eqn.primitive.name != "optimization_barrier":
                 return values
             inputs = [travelling(v) for v in values]
-            outs = jaxprs.bind(eqn, [plain(v) for v in inputs])
+            outs = self.barrier([plain(v) for v in inputs])
             return list(map(arrived, values, map(like, inputs, outs)))
-        for find in (lookups.find, sharded_products.of_weight):
-            if (sends := find(eqn, values, self, scope)) is not None:
-                return [sends.run(values, self, scope)]
-        outs = jaxprs.bind(eqn, self.gather_all(values, scope))
-        if scope.window is not None:
-            scope.window.used(shards, outs, [scope.row_dims.dims(v) for v in eqn.outvars])
-        return outs
+        if (sends := at.use.sends) is not None:
+            return self.emit(at, lambda: [sends.run(values, self, scope)])
+        results = self.bind(eqn, self.gather_all(values, scope))
+        if scope.window is not None and kind is not Kind.KEPT:
+            shards = [v for v in values if isinstance(v, Shard)]
+            scope.window.used(shards, results, [scope.row_dims.dims(v) for v in eqn.outvars])
+        return results
 
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
-        (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        gathered = copy_of_result(eqn, values, self.axis, self.thresholds.small)
+        (out,) = self.bind(eqn, [plain(v) for v in values])
+        gathered = copy_of_result(eqn, values, self)
         source = values[0].gathering.narrow if isinstance(values[0], Shard) else None
         narrow = None
         if source is not None and source.is_cast and propagate.follows(eqn):
             (narrow_out,) = self._on_shards(eqn, [source.shard, *values[1:]], spec)
             narrow = Narrow.cast(narrow_out, out.dtype)
         elif propagate.moves(eqn.primitive.name) or eqn.primitive.name in ELEMENTWISE:
-            narrow = narrow_of(eqn, values)
+            narrow = narrow_of(eqn, values, self)
         quantized = all(v.gathering.quantized for v in values if isinstance(v, Shard))
         gathering = Gathering(quantized=quantized, narrow=narrow)
         spec = layout.with_leaves(spec, *(v.spec for v in values if isinstance(v, Shard)))
         return [Shard(self.constrain(out, spec), spec, gathered, gathering)]
 
-    def _call(
-        self, eqn: Equation, values: Sequence[object], scope: Scope, want: Sequence[Spec | None]
-    ) -> Sequence[object]:
+    def _call(self, at: EquationDecisions, values: Values, scope: Scope) -> list[Value]:
         """Runs a called program. A rematerialised block of the backward pass waits for earlier
         blocks, see :meth:`_in_turn`, and its gradients are recorded for later blocks to wait
         for."""
-        inner = jaxprs.called_jaxpr(eqn)
+        eqn, called = at.eqn, jaxprs.called_jaxpr(at.eqn)
         if eqn.primitive is not prims.remat_p:
-            return self.run(inner, values, scope, want)
+            return self.within(at, 0, called, values, scope, at.wants)
         if self.keep or not scope.share:
             # Otherwise, in a loop at stage 3, a parameter gathered for one iteration stays a Shard,
             # whose shape shows which values may be gradients.
             values = self.all_known(values, scope)
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
-        outs = self.run(inner, values, scope.inner(scope.row_sums), want)
-        summed = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, PartialSum)]
-        scope.emitted.reduced.append(
-            [ReducedGradient(plain(o), w) for o, w in summed if w is not None]
-        )
+        outs = self.within(at, 0, called, values, scope.inner(scope.row_sums), at.wants)
+        gradients = [
+            ReducedGradient(plain(o), spec)
+            for o, spec in zip(outs, at.wants, strict=True)
+            if spec is not None and not isinstance(o, PartialSum)
+        ]
+        self.emit(at, lambda: scope.emitted.reduced.append(gradients))
         return outs
 
-    def _in_turn(self, values: Sequence[object], scope: Scope) -> list[object]:
+    def _in_turn(self, values: Values, scope: Scope) -> list[Value]:
         """Holds a block of the backward pass back until its cotangents exist, as ``jax.checkpoint``
         does, and until the gradients of the block before the last exist. Otherwise XLA defers those
         gradients to the end, and keeps the activations that they are computed from. With
@@ -320,14 +329,14 @@ class Inserter(Scans):
         that they are gathered while the previous block runs."""
         positions = [i for i, v in enumerate(values) if not on_host(v)]
         inputs = [travelling(values[i]) for i in positions]
-        held = lax.optimization_barrier([plain(v) for v in inputs])
+        held = self.barrier([plain(v) for v in inputs])
         early = [i for i, v in enumerate(inputs) if self.overlap and is_on_devices(v, self.axis)]
         others = [x for i, x in enumerate(held) if i not in early]
         emitted = scope.emitted
         earlier = emitted.token if emitted.cotangent is None else emitted.cotangent
         emitted.cotangent = others[-1] if others else None
         if earlier is not None and early:
-            _, *delayed = lax.optimization_barrier([earlier, *(plain(inputs[i]) for i in early)])
+            _, *delayed = self.barrier([earlier, *(plain(inputs[i]) for i in early)])
             for i, x in zip(early, delayed, strict=True):
                 held[i] = x
         operands = list(map(like, inputs, held))
@@ -337,7 +346,7 @@ class Inserter(Scans):
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
-    def _gathered(self, eqn: Equation, values: Sequence[object], scope: Scope) -> list[object]:
+    def _gathered(self, eqn: Equation, values: Values, scope: Scope) -> list[Value]:
         """Gathers the first operands of a choice or a loop before it, for the uses within. They
         stay shards as well, for equations that run on shards (an average that some steps
         update)."""
@@ -348,71 +357,211 @@ class Inserter(Scans):
                     gathered[i] = v.with_copy(self.gather(v, scope, values))
         return gathered
 
-    def _branch(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
-        """Runs a ``cond`` or a ``while`` loop. A result of a ``cond`` is a shard if some branch
-        returns a shard for it, and all of these have one spec."""
-        if eqn.primitive is prims.while_p:
-            return self._while(eqn, values, scope)
+    def _branch(self, at: EquationDecisions, values: Values, scope: Scope) -> Values:
+        """Runs a ``cond`` or a ``while`` loop. One that contains a complete backward pass is a step
+        of its own."""
+        trains = decide.trains(at.eqn)
+        inner = functools.partial(scope.inner, of_step=trains, share=self.share or not trains)
+        if at.eqn.primitive is prims.while_p:
+            return self.while_loop(at, values, scope, inner)
         # A branch that trains gathers within: that branch may need all of the memory.
-        gathers_before = self.keep and not decide.trains(eqn)
-        index, *operands = self._gathered(eqn, values, scope) if gathers_before else values
-        # By result, the specs of the shards that branches return for it, once they are traced.
-        specs: list[set[Spec]] = [set() for _ in eqn.outvars]
-        within = self._within(eqn, scope)
+        gathers_before = self.keep and not trains
+        index, *operands = self._gathered(at.eqn, values, scope) if gathers_before else values
 
-        def run(jaxpr: AnyJaxpr) -> list[jax.Array]:
-            outs = self.run(jaxpr, operands, within())
-            for o, noted in zip(outs, specs, strict=True):
-                if isinstance(o, Shard) and not o.gathering.host:
-                    noted.add(o.spec)
-            return [plain(o) for o in outs]
+        def run(i: int, branch: AnyJaxpr) -> list[Value]:
+            return self.within(at, i, branch, operands, inner(), ())
 
-        branches = [functools.partial(run, each) for each in jaxprs.param(eqn, "branches")]
-        chosen = zip(lax.switch(index, branches), specs, strict=True)
+        branches = enumerate(jaxprs.param(at.eqn, "branches"))
+        return self.switch(at, index, [functools.partial(run, *each) for each in branches])
+
+    def switch(
+        self, at: EquationDecisions, index: Value, branches: Sequence[Callable[[], list[Value]]]
+    ) -> list[Value]:
+        """Runs one of several branches."""
+
+        def run(branch: Callable[[], list[Value]]) -> list[jax.Array]:
+            return [plain(o) for o in branch()]
+
+        outs = lax.switch(index, [functools.partial(run, each) for each in branches])
         return [
-            Shard(self.constrain(o, spec := noted.pop()), spec) if len(noted) == 1 else o
-            for o, noted in chosen
+            o if spec is None else Shard(self.constrain(o, spec), spec)
+            for o, spec in zip(outs, at.results, strict=True)
         ]
 
-    def _within(self, eqn: Equation, scope: Scope) -> Callable[..., Scope]:
-        """Returns a constructor of the scope of a branch or an iteration. A branch or loop that
-        contains a complete backward pass is a step of its own."""
-        trains = decide.trains(eqn)
-        return functools.partial(scope.inner, of_step=trains, share=self.share or not trains)
-
-    def _while(self, eqn: Equation, values: Sequence[Any], scope: Scope) -> Sequence[object]:
+    def while_loop(
+        self, at: EquationDecisions, values: Values, scope: Scope, inner: Callable[..., Scope]
+    ) -> Values:
         """Runs a ``while`` loop, which carries the state that it updates as shards; constants that
-        each iteration needs unsharded are gathered before the loop."""
-        loop = jaxprs.while_parts(eqn)
+        each iteration needs unsharded are gathered before the loop. ``inner`` constructs the scope
+        of an iteration."""
+        loop = jaxprs.while_parts(at.eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        updated = decide.find_updated(eqn, values, self)
-        specs = [updated.get(i) for i in range(len(values) - b)]
-        start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
-        consts = self._gathered(eqn, values[:b], scope) if self.keep else values[:b]
-        within = self._within(eqn, scope)
+        specs = [at.loop.updated.get(i) for i in range(len(values) - b)]
+        start = [plain(v) if i in at.loop.updated else v for i, v in enumerate(values[b:])]
+        consts = self._gathered(at.eqn, values[:b], scope) if self.keep else values[:b]
 
         def closed(
-            jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
-        ) -> Callable[[Sequence[jax.Array]], list[Any]]:
-            needed = decide.find_constants(jaxpr, consts, self, scope.row_dims)
-            consts = self.gather_constants(needed, jaxpr, consts, scope)
+            i: int, jaxpr: AnyJaxpr, consts: Values, want: Specs
+        ) -> Callable[[Sequence[jax.Array]], list[Value]]:
+            consts = self.gather_constants(at.loop.constants[i], jaxpr, consts, scope)
 
-            def run(carry: Sequence[jax.Array]) -> list[Any]:
+            def run(carry: Sequence[jax.Array]) -> list[Value]:
                 window = None
                 if scope.window is not None:
                     window = Window.of(self.mesh, self.axis, self.thresholds.ahead)
                 with self.ledger.place(decisions.LOOP), self.ledger.repeats(1, exact=False):
-                    args = (*consts, *self.carried(carry, updated))
-                    return self.run(jaxpr, args, within(window=window), want)
+                    args = (*consts, *self.carried(carry, at.loop.updated))
+                    return self.within(at, i, jaxpr, args, inner(window=window), want)
 
             return self.ledger.last_trace(run)
 
-        cond, body = closed(loop.cond, consts[:a], ()), closed(loop.body, consts[a:], specs)
+        cond, body = closed(0, loop.cond, consts[:a], ()), closed(1, loop.body, consts[a:], specs)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             start = self.gather_all(start, scope)
-        final = lax.while_loop(
+        final = self.iterate(
             lambda carry: plain(cond(carry)[0]),
             lambda carry: list(map(self.passed_on, body(carry), specs)),
             start,
         )
         return [x if spec is None else Shard(x, spec) for x, spec in zip(final, specs, strict=True)]
+
+    def iterate(self, cond: Callable[[T], Value], body: Callable[[T], T], start: T) -> T:
+        """Runs the iterations of a ``while`` loop."""
+        return lax.while_loop(cond, body, start)
+
+    def scan(self, at: EquationDecisions, values: Values, scope: Scope) -> list[Value]:
+        """Runs a scan."""
+        self.layers.append(at.scan.layer)
+        return Loop(self, at, values, scope).results()
+
+
+class Decider(Inserter):
+    """Walks through a step on abstract arrays, emits nothing, and takes each decision where the
+    emission will read it.
+
+    Args:
+      inserter: Emits the step.
+    """
+
+    def __init__(self, inserter: Inserter) -> None:
+        vars(self).update(vars(inserter))
+        self.ledger = Ledger(self.mesh)
+
+    def decide(
+        self, closed: AnyJaxpr, args: Values, scope: Scope, want: Specs
+    ) -> tuple[ProgramDecisions, list[Value]]:
+        """Returns the decisions on a program, and its abstract results."""
+        jaxpr, _ = jaxprs.open_jaxpr(closed)
+        decided = decide.decide_program(jaxpr, args, want, self, scope, self.smallest)
+        pairs = zip(jaxpr.invars, args, strict=True)
+        used_unsharded = {id(x) for v, x in pairs if v in decided.used_unsharded}
+        scope = with_fields(scope, used_unsharded=scope.used_unsharded | used_unsharded)
+        return decided, self.run(closed, args, scope, decided)
+
+    def within(
+        self, at: EquationDecisions, i: int, body: AnyJaxpr, args: Values, scope: Scope, want: Specs
+    ) -> list[Value]:
+        decided, outs = self.decide(body, args, scope, want)
+        at.programs.append(decided)
+        return outs
+
+    def step(
+        self, scope: Scope, decided: ProgramDecisions, eqn: Equation, values: list[Value]
+    ) -> Values:
+        if not (
+            any(isinstance(v, Shard | HostStack) for v in values)
+            or not decided.placed.isdisjoint(eqn.outvars)
+            or scope.replaces(eqn)
+            or gradients.at_one_index(eqn)
+            or own_rows.has_rows_for_groups(eqn, scope.row_dims, self.devices)
+            or (self.smallest is not None and residuals.holds_block(eqn))
+            # The replacement of a mark may send a gradient to host memory.
+            or (scope.host is not None and eqn.primitive.name in LABELS)
+        ):
+            return [v.aval for v in eqn.outvars]
+        at = decided.inside[id(eqn)] = EquationDecisions(eqn, decided)
+        return self.equation(at, values, scope)
+
+    def bind(self, eqn: Equation, values: Values) -> Values:
+        outs = [*map(Abstract.of, eqn.outvars)]
+        # The narrow form of a shard has another dtype than the operand in the program.
+        is_moved = propagate.follows(eqn) and isinstance(values[0], Abstract)
+        return [outs[0].astype(values[0].dtype)] if is_moved else outs
+
+    def emit(self, at: EquationDecisions, emission: Callable[[], Value]) -> Value:
+        return [*map(Abstract.of, at.eqn.outvars)]
+
+    def barrier(self, values: Values) -> list[Value]:
+        return [*values]
+
+    def constrain_always(self, value: Value, spec: Sequence[SpecEntry]) -> Value:
+        return value
+
+    def send(self, shard: Shard, scope: Scope, rest: Values) -> Value:
+        return shard.value
+
+    def use(self, at: EquationDecisions, values: Values, scope: Scope) -> Values:
+        eqn, name = at.eqn, at.eqn.primitive.name
+        first = next(v for v in values if isinstance(v, Shard))
+        specs = [v.spec if isinstance(v, Shard) else None for v in values]
+        # A value that a lane computes from a parameter and its own rows is not a shard.
+        only_shards = not any(
+            isinstance(v, jax.Array | Abstract | jax.core.ShapedArray) for v in values
+        )
+        mixes = only_shards or not self.lanes_on_axis
+        at.use = use_of(eqn, specs, self.mesh, self.axis, mixes=mixes)
+        is_tied = self.share and not self.keep and scope.emitted.copy_of(first) is not None
+        if is_tied and (name in propagate.FORWARD or name in propagate.TAKES):
+            at.use = Use(Kind.KEPT)  # a tied embedding's head
+        if at.use.kind is Kind.UNSHARDED:
+            finders = lookups.find, sharded_products.of_weight
+            found = (find(eqn, values, self, scope) for find in finders)
+            at.use = at.use._replace(sends=next((x for x in found if x is not None), None))
+        return super().use(at, values, scope)
+
+    def switch(
+        self, at: EquationDecisions, index: Value, branches: Sequence[Callable[[], list[Value]]]
+    ) -> list[Value]:
+        """Walks through all branches. A result is a shard if some branch returns a shard for it,
+        and all of these have one spec."""
+        specs: list[dict[Spec, None]] = [{} for _ in at.eqn.outvars]
+        for branch in branches:
+            for o, noted in zip(branch(), specs, strict=True):
+                if isinstance(o, Shard) and not o.gathering.host:
+                    noted.setdefault(o.spec)
+        at.results = [next(iter(noted)) if len(noted) == 1 else None for noted in specs]
+        outs = zip(map(Abstract.of, at.eqn.outvars), at.results, strict=True)
+        return [o if spec is None else Shard(o, spec) for o, spec in outs]
+
+    def while_loop(
+        self, at: EquationDecisions, values: Values, scope: Scope, inner: Callable[..., Scope]
+    ) -> Values:
+        loop = jaxprs.while_parts(at.eqn)
+        a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
+        programs = (loop.cond, values[:a]), (loop.body, values[a:b])
+        at.loop = decide.WhileDecisions(
+            decide.find_updated(at.eqn, values, self),
+            [decide.find_constants(*each, self, scope.row_dims) for each in programs],
+        )
+        return super().while_loop(at, values, scope, inner)
+
+    def iterate(self, cond: Callable[[T], Value], body: Callable[[T], T], start: T) -> T:
+        cond(start)
+        return body(start)
+
+    def scan(self, at: EquationDecisions, values: Values, scope: Scope) -> list[Value]:
+        filled = [scope.emitted.as_filled(v) for v in values]
+        updated = decide.find_updated(at.eqn, filled, self)
+        known = self.known_operands(jaxprs.scan_parts(at.eqn), filled, updated, scope)
+        prefetches = self.overlap and not self.keep
+        at.scan = decide.decide_loop(at, known, updated, self, scope, prefetches=prefetches)
+        return Loop(self, at, values, scope).abstract_results()
+
+
+def _abstract(v: Atom, x: Value) -> Value:
+    """Returns an argument of a step with abstract arrays in place of arrays."""
+    value = Abstract.of(v)
+    if not isinstance(x, Shard):
+        return value
+    copy = x.gathered and x.gathered._replace(array=value.astype(x.gathered.array.dtype))
+    return with_fields(x, value=value, gathered=copy)

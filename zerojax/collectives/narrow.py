@@ -16,11 +16,10 @@ import numpy as np
 
 from zerojax.collectives import propagate
 from zerojax.collectives.carried_sums import wider
-from zerojax.collectives.gathering import is_gathered
+from zerojax.collectives.gathering import Gatherer, is_gathered
 from zerojax.collectives.shard import HostStack, Narrow, Shard, UnshardedCopy
 from zerojax.graph.primitives import CAST
 from zerojax.plan.rule import is_small
-from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
 T = TypeVar("T")
@@ -111,7 +110,7 @@ MOST = 64
 """The most equations that are repeated on gathered integers."""
 
 
-def narrow_of(eqn: Equation, values: Sequence[object]) -> Narrow | None:
+def narrow_of(eqn: Equation, values: Sequence[object], gatherer: Gatherer) -> Narrow | None:
     """Returns the shard to gather in place of the result of an element-wise equation, or None: the
     operand of a widening cast; or integers that were widened, if the result is computed from them
     and unsharded operands, such as the scaled codes of a quantized base model."""
@@ -129,7 +128,7 @@ def narrow_of(eqn: Equation, values: Sequence[object]) -> Narrow | None:
     def widen(x: jax.Array) -> jax.Array:
         remaining = iter(codes)
         operands = [next(remaining).widen(x) if isinstance(v, Shard) else v for v in values]
-        return jaxprs.bind(eqn, operands)[0]
+        return gatherer.bind(eqn, operands)[0]
 
     return Narrow(codes[0].shard, widen, count)
 
@@ -146,21 +145,22 @@ def _from_codes(shard: Shard) -> Narrow:
 
 
 def copy_of_result(
-    eqn: Equation, values: Sequence[object], axis: str, most: int
+    eqn: Equation, values: Sequence[object], gatherer: Gatherer
 ) -> UnshardedCopy | None:
     """Returns the unsharded copy of the result of an equation on shards and scalars; None if it is
     unknown.
 
     A cast or a change of layout of a gathered shard is repeated on its unsharded copy; so is every
-    equation on parameters of at most ``most`` elements. Other equations are not repeated: their
+    equation on small parameters. Other equations are not repeated: their
     results are gathered, and their operands need not be.
     """
     shard, name = values[0], eqn.primitive.name
     rounded = shard.gathered if isinstance(shard, Shard) and shard.is_rounded else None
     if name == CAST and rounded is not None and rounded.array.dtype == eqn.outvars[0].aval.dtype:
         return rounded
+    most = gatherer.thresholds.small
     small = all(
-        _is_number(v) or (is_gathered(v) and is_small(v.value.shape, v.spec, axis, most))
+        _is_number(v) or (is_gathered(v) and is_small(v.value.shape, v.spec, gatherer.axis, most))
         for v in values
     )
     follows = propagate.follows(eqn)
@@ -169,8 +169,8 @@ def copy_of_result(
         copies[0] = rounded.array
     if copies[0] is None or not (small or follows or name == CAST):
         return None
-    return UnshardedCopy(jaxprs.bind(eqn, copies)[0])
+    return UnshardedCopy(gatherer.bind(eqn, copies)[0])
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, Shard | HostStack) and not jnp.ndim(value)
+    return not isinstance(value, Shard | HostStack) and not np.ndim(value)

@@ -7,21 +7,25 @@ it, one layer too many would be gathered, and one reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from zerojax.collectives import decide, decisions
+from zerojax.collectives import decisions, target_specs
+from zerojax.collectives.decide import EquationDecisions
 from zerojax.collectives.deferred import DeferredReductions, Pending
 from zerojax.collectives.gathering import Gatherer, Scope, plain
 from zerojax.collectives.host import send_to_host, unpadded
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.prefetch import PrefetchedStacks
 from zerojax.collectives.shard import (
+    Abstract,
+    FilledStack,
     Gathering,
     HostGradient,
     HostStack,
@@ -35,7 +39,7 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
 from zerojax.xla.jaxprs import ScanParts
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, PyTree
+from zerojax.xla.types import AnyJaxpr, Atom, PyTree, Value
 
 
 def peeled_scan(
@@ -115,31 +119,33 @@ class Scans(Gatherer):
       layers: The bytes of :class:`LoopDecisions` of each loop that has run, for XLA's options.
       left: True once a loop has sent residuals to host memory, or if none are to be sent; set too
         when the warning that none can be sent has been logged.
+      within: Runs a program inside an equation, see :class:`zerojax.collectives.insert.Inserter`.
     """
 
     overlap: bool
     share: bool
     layers: list[int]
     left: bool
+    within: Callable[..., list[Value]]
 
-    def run(
-        self,
-        closed: AnyJaxpr,
-        args: Sequence[object],
-        scope: Scope,
-        want: Sequence[Spec | None] = (),
-    ) -> list[Any]:
-        """Returns a jaxpr's results on sharded values."""
-        raise NotImplementedError
+    def known_operands(
+        self, loop: ScanParts, values: Sequence[Value], updated: Container[int], scope: Scope
+    ) -> list[Value]:
+        """Returns a scan's operands, see :meth:`all_known`; the state that it updates stays
+        sharded."""
+        return [
+            v if i - loop.consts in updated else self.all_known([v], scope)[0]
+            for i, v in enumerate(values)
+        ]
 
     def gather_constants(
         self,
         positions: Collection[int],
         body: AnyJaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[Value],
         scope: Scope,
-        rest: Sequence[object] = (),
-    ) -> list[object]:
+        rest: Sequence[Value] = (),
+    ) -> list[Value]:
         """Gathers the constants at ``positions`` of a loop's body, which each iteration needs
         unsharded."""
         given, gathered = jaxprs.open_jaxpr(body)[0].invars, list(consts)
@@ -151,7 +157,7 @@ class Scans(Gatherer):
                 gathered[i] = self.gather(consts[i], scope, rest)
         return gathered
 
-    def carried(self, values: Sequence[Any], updated: Mapping[int, Spec]) -> list[object]:
+    def carried(self, values: Sequence[Value], updated: Mapping[int, Spec]) -> list[Value]:
         """Returns carried values as an iteration takes them: state that the loop updates as
         shards."""
         return [
@@ -210,45 +216,28 @@ class Loop:
 
     Args:
       scans: Runs its iterations.
-      eqn: The scan.
+      at: The decisions on the scan.
       values: Its operands.
       scope: The scope that contains the scan.
-      want: For each result that is a gradient the spec of its shard, for a stack that of one
-        entry's shard; None for others.
-      leaving: The variables of the stacks that wait in host memory for the backward pass.
     """
 
     _want: Sequence[Spec | None]
     _outs: Sequence[Atom]
-    _start: Sequence[Any]
+    _start: Sequence[Value]
 
     def __init__(
-        self,
-        scans: Scans,
-        eqn: Equation,
-        values: Sequence[Any],
-        scope: Scope,
-        want: Sequence[Spec | None],
-        leaving: set[Atom],
+        self, scans: Scans, at: EquationDecisions, values: Sequence[Value], scope: Scope
     ) -> None:
-        self._scans, self._scope, self._leaving = scans, scope, leaving
-        self._parts: ScanParts = jaxprs.scan_parts(eqn)
-        parts = self._parts
+        self._scans, self._scope, self._at, self._decided = scans, scope, at, at.scan
+        self._parts: ScanParts = jaxprs.scan_parts(at.eqn)
+        parts, decided, eqn = self._parts, at.scan, at.eqn
+        want = target_specs.of_scan_body(parts, at.wants)
         (_, self._want), (_, self._outs) = parts.results(want), parts.results(eqn.outvars)
         values = [scope.emitted.as_filled(v) for v in values]
         moved = [moved_stack(x) for x in parts.operands(values)[2]]
-        updated = decide.find_updated(eqn, values, scans)
-        values = [
-            v if i - parts.consts in updated else scans.all_known([v], scope)[0]
-            for i, v in enumerate(values)
-        ]
-        prefetches = scans.overlap and not scans.keep
-        self._decided = decided = decide.decide_loop(
-            eqn, values, want, scans, scope, updated=updated, prefetches=prefetches
-        )
-        scans.layers.append(decided.layer)
+        values = scans.known_operands(parts, values, decided.updated, scope)
         # A gradient may start from the shard of an earlier one, to which the loop only adds.
-        self._updated = {i: spec for i, spec in updated.items() if i in decided.carried}
+        self._updated = {i: spec for i, spec in decided.updated.items() if i in decided.carried}
         consts, self._start, xs = parts.operands(values)
         self._consts = scans.gather_constants(decided.constants, parts.body, consts, scope, values)
         with scans.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
@@ -267,9 +256,8 @@ class Loop:
         self._stacks = LoopStacks(read, scans.axis)
         self._prefetched = PrefetchedStacks(eqn, self._stacks.read, decided.prefetched, scans)
         self._deferred = DeferredReductions(eqn, self._want, decided.deferred, scans)
-        self._filling = GatheredStacks(xs, decided.filled, self._prefetched)
+        self._xs, self._filling = xs, GatheredStacks(xs, decided.filled, self._prefetched)
         self._jaxpr = decided.sums.body()
-        self._sent_specs: dict[int, Spec | None] = {}
 
     def _iterations(self) -> tuple[_Carry, _Stacked]:
         """Runs the iterations; returns the last carry, and the stacks."""
@@ -299,20 +287,8 @@ class Loop:
             coming = [] if last or at.next is None else prefetched.read(at.next, done)
         merged = prefetched.merged(state.coming, at.sliced)
         unsharded = prefetched.unsharded(state.coming)
-        sliced = self._stacks.operands(merged, at.rounded, unsharded)
         held = state.values if done else prefetched.hold(state.values, coming)
-        current = dict(zip(decided.carried, held, strict=True))
-        carried = scans.carried([current.get(i) for i in range(self._parts.carry)], updated)
-        # An iteration that updates the state is a separate step.
-        inner_scope = self._scope.inner(
-            deferred.row_sums,
-            of_layer=decided.of_layer,
-            of_step=bool(updated),
-            share=scans.share or not updated,
-        )
-        with scans.ledger.place(decisions.LOOP):
-            args = (*self._consts, *carried, *sliced)
-            outs = scans.run(self._jaxpr, args, inner_scope, decided.want)
+        outs = self._run(held, self._stacks.operands(merged, at.rounded, unsharded))
         end = len(decided.carried) + len(self._want)
         outs, added = outs[:end], outs[end:]
         pending, outs = deferred.passed(state.pending, reduced, outs, at.indices)
@@ -323,22 +299,70 @@ class Loop:
         ]
         return _Carry(values, totals, coming, pending), (ys, self._filling.layers(state.coming))
 
+    def _run(self, values: Sequence[Value], entries: Sequence[Value]) -> list[Value]:
+        """Runs the program of an iteration on carried values and entries of stacks."""
+        scans, decided, updated = self._scans, self._decided, self._updated
+        current = dict(zip(decided.carried, values, strict=True))
+        carried = scans.carried([current.get(i) for i in range(self._parts.carry)], updated)
+        # An iteration that updates the state is a separate step.
+        inner_scope = self._scope.inner(
+            self._deferred.row_sums,
+            of_layer=decided.of_layer,
+            of_step=bool(updated),
+            share=scans.share or not updated,
+        )
+        with scans.ledger.place(decisions.LOOP):
+            args = (*self._consts, *carried, *entries)
+            return scans.within(self._at, 0, self._jaxpr, args, inner_scope, decided.want)
+
     def _stacked(self, i: int, y: PyTree) -> object:
         """Returns an iteration's result ``i`` in the form that the loop stacks."""
-        spec, scope, value = self._want[i], self._scope, plain(y)
-        if scope.host and spec is not None and scope.host.takes(value, self._parts.length):
-            self._sent_specs[i] = spec
-            padded_shape = layout.padded_shape(value.shape, spec, self._scans.mesh)
-            return scope.host.send(pad(value, padded_shape))
-        if self._outs[i] in self._leaving and not isinstance(y, Shard):
-            self._sent_specs[i], self._scans.left = None, True
+        host, value = self._scope.host, plain(y)
+        if i not in self._at.sent:
+            return self._stacks.stack(i, y)
+        if host is None or (spec := self._at.sent[i]) is None:
+            self._scans.left = True
             return send_to_host(value)
-        return self._stacks.stack(i, y)
+        return host.send(pad(value, layout.padded_shape(value.shape, spec, self._scans.mesh)))
 
-    def results(self) -> list[object]:
+    def abstract_results(self) -> list[Value]:
+        """Runs one iteration on abstract arrays, and decides which of its results are sent to host
+        memory; returns the results of the loop."""
+        decided, sent, stacks, host = self._decided, self._at.sent, self._stacks, self._scope.host
+        _, _, xs = self._parts.operands(self._at.eqn.invars)
+        read, rounded = map(_dtype, stacks.read), map(_dtype, stacks.rounded)
+        operands = stacks.operands(
+            [*map(_entry, xs, read)],
+            [*map(_entry, xs, rounded)],
+            [*map(_entry, xs, map(decided.prefetched.get, range(len(xs))))],
+        )
+        outs = self._run(self._carry, operands)[len(decided.carried) :]
+        results: list[Value] = [*map(Abstract.of, self._at.eqn.outvars)]
+        for i, spec in self._updated.items():
+            results[i] = Shard(results[i], spec)
+        for i, (v, y) in enumerate(zip(self._outs, outs, strict=False)):
+            at, target = self._parts.carry + i, self._want[i]
+            if i in decided.deferred:
+                continue
+            if host and target is not None and host.takes(plain(y), self._parts.length):
+                sent[i] = target
+                gathering = Gathering(host=True)
+                results[at] = HostGradient(results[at], (None, *target), gathering=gathering)
+            elif v in self._at.program.leaving and not isinstance(y, Shard):
+                sent[i], results[at] = None, HostStack(results[at])
+            elif isinstance(y, Shard):
+                entry = stacks.stack(i, y)
+                results[at] = stacks.stacked(i, results[at].astype(_dtype(entry)))
+        for i, dimension in decided.filled.items():
+            x = self._xs[i].with_gathering(by_loop=False)
+            filled = x.with_copy(x.value, FilledStack(x.value, dimension))
+            self._scope.emitted.gathered[id(self._xs[i])] = self._xs[i], filled
+        return results
+
+    def results(self) -> list[Value]:
         """Runs the loop, and returns its results."""
         scans, (last, (ys, gathered)) = self._scans, self._iterations()
-        final: dict[int, Any] = dict(zip(self._decided.carried, last.values, strict=True))
+        final: dict[int, Value] = dict(zip(self._decided.carried, last.values, strict=True))
         final |= {i: Shard(final[i], spec) for i, spec in self._updated.items()}
         with scans.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
             final.update(self._summed(last.totals))
@@ -351,10 +375,9 @@ class Loop:
         def stack(i: int, y: PyTree) -> object:
             if i in finished:
                 return finished[i]
-            if i not in self._sent_specs:
+            if i not in self._at.sent:
                 return self._stacks.stacked(i, y)
-            spec = self._sent_specs[i]
-            if spec is None:
+            if (spec := self._at.sent[i]) is None:
                 return HostStack(y)
             value = unpadded(y[0], self._outs[i].aval.shape)
             return HostGradient(value, (None, *spec), gathering=Gathering(host=True), sums=y[1])
@@ -384,3 +407,13 @@ class Loop:
                 total, sums.want[i]
             )
         return reduced
+
+
+def _dtype(x: Value) -> Value:
+    """Returns the dtype of an array, of a shard or of a stack; None for None."""
+    return getattr(getattr(x, "value", x), "dtype", None)
+
+
+def _entry(stack: Atom, dtype: np.dtype | None) -> Value:
+    """Returns an entry of a stack, in a dtype; None for None."""
+    return None if dtype is None else Abstract(stack.aval.shape[1:], dtype)

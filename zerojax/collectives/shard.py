@@ -12,6 +12,26 @@ import numpy as np
 from jax import lax
 
 from zerojax.plan.layout import Spec
+from zerojax.xla.types import Atom, Value
+
+
+class Abstract(jax.ShapeDtypeStruct):
+    """The shape and the dtype of an array, in the place of the array while decisions are taken, see
+    :class:`zerojax.collectives.insert.Decider`."""
+
+    @classmethod
+    def of(cls, v: Atom) -> Value:
+        """Returns that of a variable, for where an array is expected."""
+        return cls(v.aval.shape, v.aval.dtype)
+
+    def astype(self, dtype: np.dtype) -> Abstract:
+        return Abstract(self.shape, dtype)
+
+    def fetched(self) -> Abstract:
+        return self
+
+    def entry(self, index: object) -> Abstract:
+        return Abstract(self.shape[1:], self.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,12 +43,14 @@ class Kind(enum.Enum):
       REDUCED: Each device reduces its shards, and XLA combines the results.
       UNCHANGED: The results are the operands, and stay as they are.
       UNSHARDED: The equation needs them unsharded, unless rows or products of them are sent.
+      KEPT: So does this one, and the scope has gathered them.
     """
 
     ON_SHARDS = enum.auto()
     REDUCED = enum.auto()
     UNCHANGED = enum.auto()
     UNSHARDED = enum.auto()
+    KEPT = enum.auto()
 
 
 class Use(NamedTuple):
@@ -57,10 +59,13 @@ class Use(NamedTuple):
     Attributes:
       kind: What the equation does with them.
       spec: The spec of its result, if that is a shard.
+      sends: The lookup whose rows, or the product whose activations, are sent in place of a shard
+        that the equation needs unsharded.
     """
 
     kind: Kind
     spec: Spec = ()
+    sends: lookups.TableLookup | sharded_products.Product | None = None
 
 
 def use_of(

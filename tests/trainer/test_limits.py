@@ -97,7 +97,7 @@ def test_padding_does_not_count_as_labels() -> None:
     _, weights = causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": mask})["loss"]
     np.testing.assert_array_equal(weights, mask[:, 1:])
     square = np.ones((2, 1, 4, 4))
-    with pytest.raises(ValueError, match="give the rows labels, -100 where none"):
+    with pytest.raises(ValueError, match="give the rows labels, -100 on tokens"):
         causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": square})
 
 

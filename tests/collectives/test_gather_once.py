@@ -32,7 +32,7 @@ def in_micro_batches(function: Callable[..., Any], spec: Any) -> Callable[..., A
     def run(w: Any, x: Any) -> Any:
         closed = jax.make_jaxpr(function)(w, x[0])
         args = [Shard(inserter.constrain(w, spec), spec), x[0]]
-        how = gather_once.decide(
+        how = gather_once.decide_kept(
             closed, args, gather_once.by_plan(args, inserter), inserter, RowDimensions(), fill=False
         )
         given, _ = gather_once.gather(args, how, inserter)
@@ -189,7 +189,7 @@ def decided(
     inserter = Inserter(MESH, "data", keep=keep)
     closed = jax.make_jaxpr(function)(w, x)
     given = [Shard(inserter.constrain(w, spec), spec), x]
-    how = gather_once.decide(
+    how = gather_once.decide_kept(
         closed, given, gather_once.by_plan(given, inserter), inserter, RowDimensions(), fill=fill
     )
     return closed, given, how, inserter

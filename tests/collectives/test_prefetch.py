@@ -155,7 +155,7 @@ def test_not_what_stays_gathered(dtype: str) -> None:
         inserter = Inserter(MESH, "data", keep=False)
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(ws, x)
         given = [Shard(inserter.constrain(ws, SPEC), SPEC), x]
-        how = gather_once.decide(
+        how = gather_once.decide_kept(
             closed,
             given,
             gather_once.by_plan(given, inserter, [0]),

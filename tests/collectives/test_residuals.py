@@ -70,7 +70,7 @@ def to_host(jaxpr: Any) -> list[tuple[int, ...]]:
 
 
 def test_a_loop_leaves_one_stack() -> None:
-    (v,) = residuals.find(jaxpr_of(scanned), 1)
+    (v,) = residuals.find_leaving(jaxpr_of(scanned), 1)
     assert v.aval.shape == (LAYERS, 8, N)
 
 
@@ -86,8 +86,8 @@ def test_calls_are_entered(function: Callable[..., Any]) -> None:
 
 
 def test_small_ones_stay() -> None:
-    assert residuals.find(jaxpr_of(scanned), 8 * N)
-    assert not residuals.find(jaxpr_of(scanned), 8 * N + 1)
+    assert residuals.find_leaving(jaxpr_of(scanned), 8 * N)
+    assert not residuals.find_leaving(jaxpr_of(scanned), 8 * N + 1)
 
 
 def test_what_is_used_elsewhere_stays() -> None:
@@ -95,7 +95,7 @@ def test_what_is_used_elsewhere_stays() -> None:
         value, back = jax.vjp(lambda ws: scanned(ws, x), ws)
         return back(jnp.ones_like(value)), jax.tree.leaves(back)
 
-    assert not residuals.find(jaxprs.open_jaxpr(jax.make_jaxpr(kept)(W, X))[0], 1)
+    assert not residuals.find_leaving(jaxprs.open_jaxpr(jax.make_jaxpr(kept)(W, X))[0], 1)
 
 
 def without_checkpoint(ws: Any, x: Any) -> Any:
@@ -104,7 +104,7 @@ def without_checkpoint(ws: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("function", [unrolled, without_checkpoint])
 def test_without_blocks_in_a_loop_nothing_leaves(function: Callable[..., Any]) -> None:
-    assert not residuals.find(jaxpr_of(function), 1)
+    assert not residuals.find_leaving(jaxpr_of(function), 1)
 
 
 @pytest.mark.parametrize(

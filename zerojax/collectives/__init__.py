@@ -1,8 +1,9 @@
 """The collectives of a step, and their places in the program.
 
 A traced step, its arguments (some of them a ``Shard``) and the target specs of its gradients come
-in; ``Inserter`` evaluates the step equation by equation, and its results come out as arrays of the
-program that is being traced. Read ``insert`` first, then ``shard`` and ``gathering``.
+in; ``Inserter`` decides, and then emits the step equation by equation, and its results come out as
+arrays of the program that is being traced. Read ``insert`` and ``emit`` first, then ``shard`` and
+``gathering``.
 
 - Values: ``shard`` (parameters as shards, gradients reduced to shards), ``partial_sums`` (gradients
   not yet summed over the devices), ``host`` (arrays in host memory).
@@ -14,7 +15,7 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
   ``target_specs`` (those of gradients, traced back to the equations that compute them),
   ``residuals``, ``uses``, ``prefetch`` (layers gathered one iteration ahead), ``deferred``
   (gradients reduced one iteration later) and ``carried_sums`` (gradients reduced after the loop).
-  ``scans`` runs a loop, with ``stacks``.
+- Emission by these decisions: ``emit``; ``scans`` runs a loop, with ``stacks``.
 - Rules for one kind of equation: ``propagate`` (specs through moves), ``gradients``, ``lookups``,
   ``sharded_products`` (products with weights that stay sharded), ``own_rows``, ``narrow``.
 - The optimizer's update: ``matrices`` (each device computes with some of the matrices).

@@ -183,7 +183,7 @@ def decide_program(
     return ProgramDecisions(
         wants={v: spec for v, spec in wants.items() if v not in sums.added},
         reductions={v: each for v, each in reductions.items() if v not in sums.added},
-        leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
+        leaving=set() if smallest is None else residuals.find_leaving(jaxpr, smallest),
         used_unsharded=frozenset(v for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)),
     )
 
@@ -219,8 +219,14 @@ def decide_loop(
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
     read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
     has_stacks = any(stacks_want) or bool(sums.stacks)
-    prefetched = prefetch.decide(loop, read, gatherer, scope.row_dims, gathers=prefetches)
-    later = deferred.decide(loop, stacks_want, gatherer, scope.row_dims) if scope.defers else {}
+    prefetched = prefetch.decide_prefetches(
+        loop, read, gatherer, scope.row_dims, gathers=prefetches
+    )
+    later = (
+        deferred.decide_deferrals(loop, stacks_want, gatherer, scope.row_dims)
+        if scope.defers
+        else {}
+    )
     (*_, stacks), (_, results) = loop.operands(at.eqn.invars), loop.results(at.eqn.outvars)
     stacked_bytes = (
         sum(stacks[i].aval.size * d.itemsize for i, d in prefetched.items()),

@@ -39,7 +39,7 @@ class DeferredReductions:
       want: For each stack that it computes, the spec of an entry's shard; None if it is not a
         gradient.
       sums: By position of a stack, the sum that is reduced one iteration later, see
-        :func:`decide`.
+        :func:`decide_deferrals`.
       gatherer: Reduces gradients.
     """
 
@@ -118,7 +118,7 @@ class DeferredReductions:
         }
 
 
-def decide(
+def decide_deferrals(
     loop: ScanParts, want: Sequence[Spec | None], gatherer: Gatherer, rows: RowDimensions
 ) -> dict[int, RowSum]:
     """Returns, by position of a stack, the sum of each gradient that a scan reduces one iteration

@@ -2,7 +2,7 @@
 
 At stages 1 and 2 these are all parameters; at stage 3 small arrays, and those for which
 ``stage3_max_live_parameters`` leaves room. The plan selects them (:func:`by_plan`), the step's
-trace determines their form (:func:`decide`), and :func:`gather` gathers them.
+trace determines their form (:func:`decide_kept`), and :func:`gather` gathers them.
 
 Small arrays (the scale of a norm, a bias, see :func:`zerojax.plan.rule.is_small`) are gathered
 together, by one all-gather for all of a dtype: a collective has a fixed cost regardless of its
@@ -81,7 +81,7 @@ def by_plan(
     return [kept(i, x) for i, x in enumerate(shards)]
 
 
-def decide(
+def decide_kept(
     closed: AnyJaxpr,
     args: Sequence[Any],
     kept: Sequence[KeptGather | None],
@@ -155,7 +155,7 @@ def gather(
 
     Args:
       args: Arrays, some of them a :class:`Shard`.
-      kept: The forms in which they are gathered, see :func:`decide`.
+      kept: The forms in which they are gathered, see :func:`decide_kept`.
       gatherer: Gathers parameters.
       closed: The step that takes them, for the ledger.
     """

@@ -86,7 +86,7 @@ class TableLookup(NamedTuple):
         return rows.astype(dtype)
 
 
-def find(
+def find_lookup(
     eqn: Equation, values: Sequence[Value], gatherer: Gatherer, scope: Scope
 ) -> TableLookup | None:
     """Returns an equation as a lookup of rows in a sharded table; None if the equation is not a

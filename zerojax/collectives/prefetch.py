@@ -42,7 +42,8 @@ class PrefetchedStacks:
       eqn: The scan.
       xs: The stacks, along the first dimension, see :class:`zerojax.collectives.stacks.LoopStacks`.
         A :class:`Shard` or :class:`HostStack` in host memory is prefetched.
-      dtypes: By position, the dtypes of the stacks that are gathered ahead, see :func:`decide`.
+      dtypes: By position, the dtypes of the stacks that are gathered ahead, see
+        :func:`decide_prefetches`.
       gatherer: Gathers parameters.
     """
 
@@ -131,7 +132,7 @@ class PrefetchedStacks:
         return order.hold_largest(carry, replicated[-1]) if replicated else carry
 
 
-def decide(
+def decide_prefetches(
     loop: ScanParts,
     xs: Sequence[object],
     gatherer: Gatherer,

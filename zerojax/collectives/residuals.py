@@ -29,7 +29,7 @@ NO_EFFECT = (
 )
 
 
-def find(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
+def find_leaving(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
     """Returns the stacks of an open jaxpr that may wait in host memory.
 
     They are produced by a loop, have at least ``smallest`` elements for each iteration, and are

@@ -104,7 +104,7 @@ class Product(NamedTuple):
         return _spec(len(shape), (of_batch or candidates)[0], gatherer)
 
 
-def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | None:
+def find_product(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | None:
     """Returns an equation as a product of which array ``at`` stays sharded by ``spec``; None if the
     array is gathered, or reduced.
 
@@ -148,7 +148,7 @@ def of_weight(
     is_gathered = weight.gathered is not None or emitted.copy_of(weight) is not None
     if is_gathered or weight.gathering.host or weight.gathering.narrow is not None:
         return None
-    return find(eqn, at, weight.spec, gatherer)
+    return find_product(eqn, at, weight.spec, gatherer)
 
 
 def _is_supported(gatherer: Gatherer) -> bool:

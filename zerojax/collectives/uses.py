@@ -182,7 +182,7 @@ class Uses:
     def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
             return lookups.spec_by_rows(eqn, spec, self._gatherer, self._rows) is not None
-        stays = sharded_products.find(eqn, i, spec, self._gatherer) is not None
+        stays = sharded_products.find_product(eqn, i, spec, self._gatherer) is not None
         return stays or eqn.primitive.name in _NOT_SURE
 
     def _is_layer(self, eqn: Equation) -> bool:

@@ -116,7 +116,7 @@ def evaluate_body(
     rows = RowDimensions.of_program(closed, dims)
     # Under accumulation each micro-batch's loop would gather the stacks again.
     fill = inserter.overlap and k == 1
-    kept = gather_once.decide(closed, given, kept, inserter, rows, fill=fill)
+    kept = gather_once.decide_kept(closed, given, kept, inserter, rows, fill=fill)
 
     # Emit the step with its collectives.
     given = gather_once.gather(given, kept, inserter, closed)

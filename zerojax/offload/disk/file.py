@@ -42,7 +42,7 @@ def read(path: Path, nbytes: int) -> np.ndarray:
     """Reads a file as uint8 [bytes], past the page cache if the file system allows it.
 
     Raises:
-      OSError: the file does not exist, or has another size.
+      OSError: the file does not exist, or is shorter.
     """
     file = _open(path)
     try:

@@ -89,9 +89,9 @@ def test_too_long_a_row_is_refused_where_positions_end() -> None:
     ("values", "message"),
     [
         ({"model_type": "deberta"}, "model_type = 'deberta' is not supported"),
-        ({"hidden_act": "relu"}, "hidden_act = 'relu' .* computes 'gelu'"),
-        ({"embedding_size": 128}, "embedding_size = 128 is not supported: .* computes 1536"),
-        ({"cls_dropout": 0.3}, "cls_dropout = 0.3 is not supported: .* computes 0.1"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu' .* supports 'gelu'"),
+        ({"embedding_size": 128}, "embedding_size = 128 is not supported: .* supports 1536"),
+        ({"cls_dropout": 0.3}, "cls_dropout = 0.3 is not supported: .* supports 0.1"),
     ],
 )
 def test_config_json_of_another_model_is_refused(values: dict[str, Any], message: str) -> None:

@@ -88,8 +88,8 @@ def test_a_step_with_a_mask_and_micro_batches_is_the_plain_one() -> None:
     ("changed", "message"),
     [
         (dict(teacher_logits=TEACHER[..., :9]), r"student are \[8, 5, 11\], .*\[8, 5, 9\]"),
-        (dict(targets=TARGETS[:, :3]), r"targets are int64\[8, 3\]: .* integers \[8, 5\]"),
-        (dict(targets=TARGETS * 1.0), r"targets are float64\[8, 5\]: pass token numbers"),
+        (dict(targets=TARGETS[:, :3]), r"targets are int64\[8, 3\]. .* integers \[8, 5\]"),
+        (dict(targets=TARGETS * 1.0), r"targets are float64\[8, 5\]. Pass token numbers"),
         (dict(temperature=0.0), r"temperature = 0.0 must be above 0"),
         (dict(hard_weight=1.5), r"hard_weight = 1.5 from 0 to 1"),
     ],

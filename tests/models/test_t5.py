@@ -52,7 +52,7 @@ def test_the_head_of_a_config(values: dict[str, Any], tied: bool, scaled: bool) 
     ("values", "message"),
     [
         ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj = 'gated-silu' is not supported"),
-        ({"dense_act_fn": "gelu"}, "dense_act_fn = 'gelu' is not supported: zerojax.models.t5 com"),
+        ({"dense_act_fn": "gelu"}, "dense_act_fn = 'gelu' is not supported: zerojax.models.t5 sup"),
         ({"is_decoder": True}, "is_decoder = True is not supported"),
         ({"relative_attention_num_buckets": 2}, "num_buckets must be from 4 to .* = 255, not 2"),
         ({"dropout_rate": 1.0}, "T5Config.dropout_rate must be in"),

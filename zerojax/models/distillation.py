@@ -80,8 +80,8 @@ def _check(
         is_integer = jnp.issubdtype(targets.dtype, jnp.integer)
         if targets.shape != student.shape[:-1] or not is_integer:
             raise ValueError(
-                f"distillation_loss: targets are {targets.dtype}{[*targets.shape]}, not "
-                f"int{[*student.shape[:-1]]}"
+                f"distillation_loss: targets are {targets.dtype}{[*targets.shape]}. Pass token "
+                f"numbers, integers {[*student.shape[:-1]]}."
             )
     if not (temperature > 0 and 0 <= hard_weight <= 1):
         raise ValueError(

@@ -67,12 +67,12 @@ def check_supported(values: Json, supported: Supported, module: str) -> None:
     >>> check_supported({"hidden_act": "relu"}, {"hidden_act": ["gelu"]}, "zerojax.models.deberta")
     Traceback (most recent call last):
         ...
-    ValueError: hidden_act = 'relu' is not supported: zerojax.models.deberta computes 'gelu'
+    ValueError: hidden_act = 'relu' is not supported: zerojax.models.deberta supports 'gelu'
     """
     for key, accepted in supported.items():
         if key in values and values[key] not in accepted:
             raise ValueError(
-                f"{key} = {values[key]!r} is not supported: {module} has "
+                f"{key} = {values[key]!r} is not supported: {module} supports "
                 f"{' or '.join(map(repr, accepted))}"
             )
 

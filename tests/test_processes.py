@@ -259,17 +259,17 @@ def test_wrong_rows_are_refused_in_every_process(
 SAID = {
     "unequal": "train_step: the processes pass different arguments at call 1: batch['mask'] is "
     "int32[8] in process 0, int32[16] in process 1, and 1 more differs.",
-    "the global batch": "every process passes 32 rows, which is train_batch_size already, and 2 "
-    "processes make 64 of it",
-    "the global batch, stacked": "take them from the global batch: batch[:, "
+    "the global batch": "each of 2 processes passes 32 rows, so that the batch has 64 rows, but "
+    "train_batch_size is 32",
+    "the global batch, stacked": "Pass only the process's own rows: batch[:, "
     "zerojax.process_rows(32)]",
     "other than the config": "the batch has 48 rows (24 in each of 2 processes), but "
     "train_batch_size is 32",
     "not divisible": "leading dimension 18 (9 in each of 2 processes) is not divisible by 8 (8 "
-    "devices): use 8 or 12 rows in each process",
-    "uneven leaves": "disagree on the leading dimension: {\"['mask']\": (8,), "
+    "devices). Use 8 or 12 rows in each process",
+    "uneven leaves": "differ in their leading dimension: {\"['mask']\": (8,), "
     "\"['weights']\": (3,)",
-    "an argument": "has the shape (8,), with the 8 rows of the batch, which is cut into 2",
+    "an argument": "has the shape (8,), with the 8 rows of the batch, which has 2 micro-batches",
     "alternating devices": "on this mesh a process has no block of neighbouring rows",
     "no slice": "33 rows do not divide among 2 processes: use 32 or 34",
 }

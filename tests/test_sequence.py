@@ -120,7 +120,7 @@ def test_heads_that_do_not_divide() -> None:
     zero = zero_on("2x4")
     model = GPT(GPTConfig(vocab_size=V, block_size=T, n_layer=1, n_head=2, n_embd=32))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, T), jnp.int32))
-    with pytest.raises(ValueError, match="its 2 heads do not divide among the 4 devices of 'seq'"):
+    with pytest.raises(ValueError, match="the 4 devices of 'seq' do not divide the 2 heads"):
         jax.eval_shape(model.copy(sequence=zero.sequence).apply, params, batch_of()["tokens"])
 
 

@@ -267,7 +267,7 @@ SAID = {
     "train_batch_size is 32",
     "not divisible": "leading dimension 18 (9 in each of 2 processes) is not divisible by 8 (8 "
     "devices). Use 8 or 12 rows in each process",
-    "uneven leaves": "differ in their leading dimension: {\"['mask']\": (8,), "
+    "uneven leaves": "disagree on the leading dimension: {\"['mask']\": (8,), "
     "\"['weights']\": (3,)",
     "an argument": "has the shape (8,), with the 8 rows of the batch, which has 2 micro-batches",
     "alternating devices": "on this mesh a process has no block of neighbouring rows",

@@ -1,8 +1,8 @@
 """Emission of a traced step on shards: each equation is run by the decisions on it.
 
-:class:`Emitter` runs the equations; :mod:`zerojax.collectives.scans` runs loops over stacks, and
-:mod:`zerojax.collectives.gathering` gathers and reduces. Constraints, barriers and copies are
-written here and there, and nothing is decided.
+:class:`Emitter` runs the equations, :mod:`zerojax.collectives.scans` loops over stacks, and
+:mod:`zerojax.collectives.gathering` gathers and reduces. They write the constraints, barriers and
+copies, and decide nothing.
 """
 
 from __future__ import annotations

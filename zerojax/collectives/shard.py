@@ -21,7 +21,7 @@ class Abstract(jax.ShapeDtypeStruct):
 
     @classmethod
     def of(cls, v: Atom) -> Value:
-        """Returns that of a variable, for where an array is expected."""
+        """Returns the abstract array of a variable."""
         return cls(v.aval.shape, v.aval.dtype)
 
     def astype(self, dtype: np.dtype) -> Abstract:

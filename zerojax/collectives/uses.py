@@ -43,7 +43,7 @@ class Kind(enum.Enum):
       REDUCED: Each device reduces its shards, and XLA combines the results.
       UNCHANGED: The results are the operands, and stay as they are.
       UNSHARDED: The equation needs them unsharded, unless rows or products of them are sent.
-      KEPT: So does this one, and the scope has gathered them.
+      KEPT: The equation needs them unsharded, and an earlier gather of the scope serves it.
     """
 
     ON_SHARDS = enum.auto()

@@ -15,7 +15,7 @@ import copy
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -107,14 +107,15 @@ class Arguments:
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
         self._found: dict[Hashable, Known] = {}
         self._several = isinstance(batch, Sequence) and not isinstance(batch, str)
-        options = {"static": self._static, "batch": self._batch, "state": self._state}
-        for one, other in (("batch", "static"), *(("frozen", name) for name in options)):
-            for slot in self._frozen if one == "frozen" else self._batch:
-                if slot in options[other]:
-                    raise ValueError(
-                        f"{self.name}: {one}_argnums and {other}_argnums both name the argument "
-                        f"{slot}. Remove it from one of them."
-                    )
+        named = {"static": self._static, "frozen": self._frozen}
+        named |= {"batch": self._both(self._batch), "state": self._both(self._state)}
+        pairs = ("batch", "static"), ("frozen", "static"), ("frozen", "batch"), ("frozen", "state")
+        for one, other in pairs:
+            if twice := named[one] & named[other]:
+                raise ValueError(
+                    f"{self.name}: {one}_argnums and {other}_argnums both name the argument "
+                    f"{min(twice, key=str)}. Remove it from one of them."
+                )
 
     def sort(
         self,
@@ -174,8 +175,8 @@ class Arguments:
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, left, [given[slot] for slot in objects])
         if not objects or not (batch or self._returns_state):
-            got = f"{len(given)} arguments"
-            got = f"only the state ({self._text(objects)})" if objects else got
+            only = f"only the state ({self._text(objects)})"
+            got = only if objects else f"{len(given)} arguments"
             raise TypeError(
                 f"{self.name} got {got}. Call it with a state and a batch: (state, batch, ...) or "
                 "(model, optimizer, batch, ...)."
@@ -186,8 +187,7 @@ class Arguments:
                 "function only reads it, pass it after the batch; if it is part of the state, "
                 "return its new value."
             )
-        wrong = [slot for slot in given if slot in self._donated and slot not in objects]
-        if wrong:
+        if wrong := [slot for slot in given if slot in self._donated and slot not in objects]:
             raise ValueError(
                 f"the jit of {self.name} donates {self._text(wrong)}. Remove donate_argnums and "
                 "donate_argnames: zerojax donates the state, and nothing else."
@@ -248,8 +248,7 @@ class Arguments:
                 left = [x for x in left if not (is_key(given[x]) or _is_number(given[x]))]
             return rows[:1] or left[:1]
         slots = self._named(self._batch, given)
-        missing = [slot for slot in slots if slot not in left]
-        if missing:
+        if missing := [slot for slot in slots if slot not in left]:
             option = "batch_argnames" if isinstance(self._batch[-1], str) else "batch_argnums"
             raise TypeError(
                 f"{self.name}: {option} names {self._text(missing)}, which this call does not "
@@ -331,16 +330,12 @@ class Arguments:
             )
         return position + n if position < 0 else position
 
-    def _both(self, slots: Iterable[Slot]) -> frozenset[Slot]:
+    def _both(self, slots: Collection[Slot]) -> frozenset[Slot]:
         """Returns the slots by position and by name, as far as the signature shows both."""
         names = self._positional()
-        found: set[Slot] = set(slots)
-        for slot in slots:
-            if isinstance(slot, int) and slot < len(names):
-                found.add(names[slot])
-            elif slot in names:
-                found.add(names.index(str(slot)))
-        return frozenset(found)
+        by_name = {names[s] for s in slots if isinstance(s, int) and s < len(names)}
+        by_position = {names.index(str(s)) for s in slots if s in names}
+        return frozenset({*slots, *by_name, *by_position})
 
     def _text(self, slots: Sequence[Slot]) -> str:
         names = self._positional()

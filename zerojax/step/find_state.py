@@ -17,7 +17,7 @@ from zerojax.devices.mesh import explicit_axes
 from zerojax.placement.replicated import check_one_copy
 from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.plan.places import PINNED
-from zerojax.step.call import Constant, is_array, is_key, without_pmap
+from zerojax.step.call import is_array, is_key, without_pmap
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import are_arrays, form_of, has_form
 from zerojax.train_state.results import summary, take_out
@@ -149,8 +149,7 @@ def _shapes_of_results(
         remaining = iter(arrays)
         pairs = zip(leaves, traced, strict=True)
         filled = jax.tree.unflatten(tree, [next(remaining) if array else x for x, array in pairs])
-        arguments = {slot: x.value if isinstance(x, Constant) else x for slot, x in given.items()}
-        arguments |= dict(zip(free, filled, strict=True))
+        arguments = {**given, **dict(zip(free, filled, strict=True))}
         args = [arguments[i] for i in range(sum(isinstance(slot, int) for slot in arguments))]
         results = function(*args, **{k: x for k, x in arguments.items() if isinstance(k, str)})
         untraced[:] = [None if is_array(x) else x for x in jax.tree.leaves(results)]

@@ -6,9 +6,11 @@ the step as shards, and are gathered where the step uses them, like the step's p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax.collectives import Inserter, Shard, gather_once
@@ -21,28 +23,33 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Jaxpr, PyTree
 
 
-def with_specs(further: Further, plan: Plan) -> Further:
-    """Returns further arguments with the specs of the arrays of each :class:`Frozen` among them."""
+def with_specs(further: Further, spec_of: Callable[[Any, int], Spec | None]) -> Further:
+    """Returns further arguments with the specs of the arrays of each :class:`Frozen` among them.
+
+    Args:
+      further: The arguments.
+      spec_of: :func:`spec_on` of the step's plan, cached, because every step asks for every array.
+    """
 
     def known(argument: PyTree) -> PyTree:
         if not isinstance(argument, Frozen):
             return argument
         arrays = jax.tree.leaves(argument.value)
-        return Frozen(argument.value, tuple(_spec_of(x, plan) for x in arrays))
+        specs = (spec_of(getattr(x, "sharding", None), np.ndim(x)) for x in arrays)
+        return Frozen(argument.value, tuple(specs))
 
     args, kwargs = further
     return tuple(map(known, args)), {name: known(x) for name, x in kwargs.items()}
 
 
-def _spec_of(x: Any, plan: Plan) -> Spec | None:
+def spec_on(plan: Plan, sharding: object, ndim: int) -> Spec | None:
     """Returns the spec of an array; None if it is not sharded over the plan's axis."""
-    sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
     mesh: Any = sharding.mesh
     if not isinstance(mesh, Mesh) or not same_devices(layout.merge_axes(mesh), plan.mesh):
         return None
-    spec = layout.cutting(layout.full(sharding.spec, x.ndim), plan.mesh)
+    spec = layout.cutting(layout.full(sharding.spec, ndim), plan.mesh)
     spec = layout.join_axes(spec, plan.axis, plan.mesh)
     return spec if layout.dimensions(spec, plan.axis) else None
 

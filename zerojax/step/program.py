@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from zerojax.plan.state_sharding import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Further, RearrangedFunction, Signature
+from zerojax.step.further_arguments import spec_on, with_specs
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts, StateKind
 from zerojax.xla.lowered import LoweredProgram
@@ -70,6 +72,7 @@ class StepSetting:
         first = self.structure.params.num_leaves + inner.num_leaves
         self._slice_of_numbers = slice(first, first + len(leaves))
         self.plan = plan = states.plan(opened)
+        self._spec_of = functools.cache(functools.partial(spec_on, plan))
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.layout = BatchLayout(
             mesh, config.batch(micro_batch_devices(mesh)), function.signature.batch_axis
@@ -101,6 +104,10 @@ class StepSetting:
         """The kind of state."""
         return self.body.kind
 
+    def with_specs(self, further: Further) -> Further:
+        """Returns a step's further arguments with the specs of frozen arrays."""
+        return with_specs(further, self._spec_of)
+
     def numbers(self, flat: FlatParts) -> Sequence[Any]:
         """Returns the arrays of :meth:`zero_state`."""
         return flat.leaves[self._slice_of_numbers]
@@ -111,7 +118,7 @@ class StepSetting:
         return zero_state
 
     def serves(self, signature: Signature, explicit: Explicit | None) -> bool:
-        """Returns whether the program serves calls of this form under these axes."""
+        """Returns whether the program serves calls of this signature under these axes."""
         return (self.body.function.signature, self.explicit) == (signature, explicit)
 
 

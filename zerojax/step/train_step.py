@@ -32,7 +32,6 @@ from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.find_optimizer import find_optimizer
-from zerojax.step.further_arguments import with_specs
 from zerojax.step.last import Continue, LastState, returned_state, updated_objects
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepSetting
@@ -133,7 +132,7 @@ class Step(Decorated[P, R]):
         known, plain = call.known, self._is_alone and explicit is None
         is_checked = plain and known.checked
         setting, layout, after_step = program.setting, program.setting.layout, self._after_step
-        call = call._replace(further=with_specs(call.further, setting.plan))
+        call = call._replace(further=setting.with_specs(call.further))
         if not is_checked:
             layout.check(call.batch)
         # A step takes over a state as a whole: two arrays tell, at no cost for each leaf.
@@ -362,7 +361,7 @@ class Step(Decorated[P, R]):
             program = make(opened, call, explicit)
             program.setting.layout.check(call.batch)
             program.setting.layout.check_more(call)
-            further = with_specs(call.further, program.setting.plan)
+            further = program.setting.with_specs(call.further)
             yield program, opened.parts, call._replace(further=further)
 
 

@@ -28,7 +28,7 @@ def scattered(lookup: Callable[[Any], Any]) -> tuple[Any, list[jax.Array], jax.A
 
     def run(eqn: Any, values: list[Any]) -> Any:
         outs = jaxprs.bind(eqn, values)
-        if eqn.primitive.name in ("scatter-add", "scatter_add"):
+        if eqn.primitive.name == "scatter-add":
             found.append((eqn, values, outs[0]))
         return outs
 

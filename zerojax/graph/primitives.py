@@ -6,7 +6,7 @@ primitive finds all that zerojax knows of it.
 
 CAST = "convert_element_type"
 
-COPIES = frozenset({"copy", "copy_p"})
+COPIES = frozenset({"copy"})
 
 LABELS = COPIES | {"name", "sharding_constraint"}
 """Primitives that annotate a value, or copy it."""
@@ -33,8 +33,8 @@ COMPARISONS = frozenset({"clamp", "max", "min", "lt", "le", "gt", "ge"})
 
 ELEMENTWISE = frozenset({
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
-    "copy_p", "cos", "cosh", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt",
-    "integer_pow", "is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul",
+    "cos", "cosh", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul",
     "name", "ne", "neg", "not", "one_minus_square", "or", "pow", "reduce_precision", "rem",
     "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan",
     "tanh", "xor",
@@ -71,7 +71,7 @@ READS = frozenset({"dynamic_slice", "gather"})
 """Primitives that read a part of an array, at computed indices."""
 
 MOVES = LABELS | RESHAPES | {
-    "device_put", "expand_dims", "optimization_barrier", "pvary", "reshard", "rev", "slice",
+    "device_put", "optimization_barrier", "pvary", "reshard", "rev", "slice",
     "split", "unstack",
 }  # fmt: skip
 """Primitives that move elements, or leave them unchanged."""
@@ -113,23 +113,19 @@ WINDOWS = frozenset({
     "select_and_gather_add", "select_and_scatter", "select_and_scatter_add",
 })  # fmt: skip
 
-SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
+SCATTER_ADDS = frozenset({"scatter-add"})
 """Primitives that add to entries of an array."""
 
 OVERWRITES = frozenset({"scatter", "scatter-mul"})
 """Primitives that write entries of an array, or scale them."""
 
-SCATTERS = SCATTER_ADDS | OVERWRITES | {
-    "scatter-max", "scatter-min", "scatter-sub", "scatter_max", "scatter_min", "scatter_mul",
-    "scatter_sub",
-}  # fmt: skip
+SCATTERS = SCATTER_ADDS | OVERWRITES | {"scatter-max", "scatter-min", "scatter-sub"}
 
 BRANCHES = frozenset({"cond", "while"})
 """Primitives that run programs chosen by values of the step."""
 
 KERNELS = frozenset({
-    "custom_partitioning", "ffi_call", "mosaic_gpu", "mosaic_gpu_call", "pallas_call",
-    "shard_map", "core_map", "cudnn_fused_attention", "custom_call",
+    "custom_partitioning", "ffi_call", "pallas_call", "shard_map", "core_map",
     "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",
 })  # fmt: skip

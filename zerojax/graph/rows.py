@@ -215,12 +215,12 @@ def _scatter(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
 _RULES = {
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
-    "reshape squeeze expand_dims": _reshape,
+    "reshape squeeze": _reshape,
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin": _reduce,
     **dict.fromkeys(CONTRACTIONS, _product),
     "conv_general_dilated": _convolution,
     "gather": _gather,
-    "scatter scatter-add scatter_add scatter-mul scatter-max scatter-min scatter-sub": _scatter,
+    "scatter scatter-add scatter-mul scatter-max scatter-min scatter-sub": _scatter,
     "slice dynamic_slice dynamic_update_slice split concatenate pad": _parts,
     "shard_map": _unmoved,  # what runs inside has sizes of its own
 }

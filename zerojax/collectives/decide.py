@@ -223,6 +223,8 @@ def decide_loop(
         loop, read, gatherer, scope.row_dims, gathers=prefetches
     )
     later = (
+        # At the end of its own iteration nothing hides a reduce-scatter: 8 layers of 1024 x 4096 on
+        # 8 H100s take 2.73 ms a step by forecast, 2.37 with reductions one iteration later.
         deferred.decide_deferrals(loop, stacks_want, gatherer, scope.row_dims)
         if scope.defers
         else {}

@@ -125,15 +125,20 @@ class Emitter(Scans):
         """Runs one equation of a program."""
         if any(isinstance(v, PartialSum) for v in values):
             if partial_sums.links(eqn):
+                # On the sum's shard the equation has 1/n of the elements that it has on the partial
+                # sum of each of n devices.
                 return [values[0].then(eqn)]
             values = [
                 partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
             ]
+        # So that profiles, and the text that XLA compiles, show the user's line and scope.
         with jaxprs.traced_where(eqn):
             if (at := decided.inside.get(id(eqn))) is not None:
                 return self.equation(at, values, scope)
             outs = jaxprs.bind(eqn, values)
             dimension = own_rows.rows_at(eqn, scope.row_dims) if scope.of_step else None
+            # XLA would replicate rows that an update takes by index, and each device would compute
+            # on all.
             return outs if dimension is None else [self.by_rows(outs[0], dimension)]
 
     def emit(self, at: EquationDecisions, emission: Callable[[], T]) -> T:
@@ -154,6 +159,7 @@ class Emitter(Scans):
             return self._call(at, values, scope)
         if eqn.primitive is prims.scan_p:
             return self.scan(at, values, scope)
+        # A label computes nothing: the array stays in host memory until an equation needs it.
         if name in LABELS and on_host(values[0]):
             return values
         if marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.SHARD):
@@ -173,6 +179,8 @@ class Emitter(Scans):
         if has_shards:
             return self.use(at, values, scope)
         if gradients.at_one_index(eqn):
+            # XLA would merge the slice that shards the scattered array with the slice of its one
+            # row.
             values[:1] = self.barrier(values[:1])
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return self.emit(at, lambda: [row_sum.partial(values, self)])
@@ -211,6 +219,8 @@ class Emitter(Scans):
         if kind is Kind.UNCHANGED:
             if eqn.primitive.name != "optimization_barrier":
                 return values
+            # A barrier passes shards on: gathered for it, a parameter would be unsharded from the
+            # barrier to its use.
             inputs = [travelling(v) for v in values]
             outs = self.barrier([plain(v) for v in inputs])
             return list(map(arrived, values, map(like, inputs, outs)))
@@ -249,6 +259,8 @@ class Emitter(Scans):
             # Otherwise, in a loop at stage 3, a parameter gathered for one iteration stays a Shard,
             # whose shape shows which values may be gradients.
             values = self.all_known(values, scope)
+        # In a scan, for which jax.checkpoint is told prevent_cse=False, an iteration waits for the
+        # one before anyway.
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
         outs = self.within(at, 0, called, values, scope.inner(scope.row_sums), at.wants)
@@ -262,12 +274,12 @@ class Emitter(Scans):
 
     def _in_turn(self, values: Values, scope: Scope) -> list[Value]:
         """Holds a block of the backward pass back until its cotangents exist, as ``jax.checkpoint``
-        does, and until the gradients of the block before the last exist. Otherwise XLA defers those
-        gradients to the end, and keeps the activations that they are computed from. With
-        ``overlap`` the block's parameters wait only for the cotangents of the previous block, so
-        that they are gathered while the previous block runs."""
+        does, and until the gradients of the block before the last exist. With ``overlap`` the
+        block's parameters wait only for the cotangents of the previous block, so that they are
+        gathered while the previous block runs."""
         positions = [i for i, v in enumerate(values) if not on_host(v)]
         inputs = [travelling(values[i]) for i in positions]
+        # In place of the barrier to which JAX lowers a checkpoint: the block is inlined here.
         held = self.barrier([plain(v) for v in inputs])
         early = [i for i, v in enumerate(inputs) if self.overlap and is_on_devices(v, self.axis)]
         others = [x for i, x in enumerate(held) if i not in early]
@@ -279,8 +291,12 @@ class Emitter(Scans):
             for i, x in zip(early, delayed, strict=True):
                 held[i] = x
         operands = list(map(like, inputs, held))
+        # Those of the last block are reduced beside this one: if it waited for them too, the GPT
+        # would take 2.97 ms a step by forecast, not 2.65.
         done = emitted.reduced[-2] if len(emitted.reduced) > 1 else []
         self.ledger.awaits(gradient.value for gradient in done)
+        # XLA would defer those gradients to the end, and keep the activations that they are
+        # computed from: a GPT of 6 layers on 8 H100s takes 97 MB of temporaries for 48.
         operands = order.hold_until(operands, done, self.constrain)
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
@@ -318,6 +334,7 @@ class Emitter(Scans):
     ) -> list[Value]:
         """Runs one of several branches."""
 
+        # lax.switch takes arrays, of the same types in all branches.
         def run(branch: Callable[[], list[Value]]) -> list[jax.Array]:
             return [plain(o) for o in branch()]
 

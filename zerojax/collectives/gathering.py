@@ -204,6 +204,7 @@ class Gatherer:
         :mod:`zerojax.accumulation.lanes`: it constrains nothing along their ``axes``, and sums over
         no replica groups."""
         for_lanes = copy.copy(self)
+        # jax.vmap refuses constraints to the axes of its spmd_axis_name, along which the lanes lie.
         for_lanes.replicas, for_lanes._lane_axes = 1, frozenset(axes)
         for_lanes.ledger = self.ledger.on_lanes(axes)
         return for_lanes
@@ -258,6 +259,7 @@ class Gatherer:
             return value
         if value.shape[at] % batch_devices(self.mesh):
             return value
+        # None would replicate the other dimensions; XLA keeps the sharding that it chose for them.
         entries: list[object] = [PartitionSpec.UNCONSTRAINED] * value.ndim
         entries[at] = batch_axes(self.mesh)
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
@@ -266,11 +268,12 @@ class Gatherer:
     def all_gather(
         self, value: jax.Array, spec: Sequence[SpecEntry], *, quantized: bool = False
     ) -> jax.Array:
-        """All-gathers a shard over the shard axis, after a constraint to its current spec:
-        otherwise XLA may move the cast that produced the shard past the gather and send twice the
-        bytes. If ``quantized``, gathers codes and scales, whose gathers XLA combines."""
+        """All-gathers a shard over the shard axis; if ``quantized``, its codes and scales, whose
+        gathers XLA combines."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.all_gather(x, spec))
+        # Otherwise XLA may move the cast that produced the shard past the gather, and send twice
+        # the bytes.
         pinned = self.constrain_always(value, spec)
         # Outermost part first: XLA starts with the innermost, and sends that result between hosts.
         parts = layout.parts_of(spec, self.axis)[-2::-1]
@@ -301,14 +304,16 @@ class Gatherer:
     def secondary(
         self, value: jax.Array, spec: Sequence[SpecEntry], partly: Spec, *, quantized: bool = False
     ) -> jax.Array:
-        """All-gathers a shard between partitions; a later gather within a partition completes it. A
-        barrier keeps XLA from gathering over both at once."""
+        """All-gathers a shard between partitions; a later gather within a partition completes
+        it."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
         pinned = self.constrain_always(value, spec)
         with self.ledger.of(spec):
             self.ledger.gathers(pinned, spec, partly)
         pinned = self.constrain_always(pinned, partly)
+        # Without the barrier XLA may gather over both at once. Without the constraint after it, the
+        # temporaries of a GPT of 3 layers with hpZ over 4 of 8 H100s take 55 MB for 43.
         return self.constrain_always(lax.optimization_barrier(pinned), partly)
 
     def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
@@ -338,6 +343,8 @@ class Gatherer:
             value = shard.value if scope.window is None else scope.window.after(shard)
         if not gathering.host and not scope.share:
             if id(shard) in emitted.gathered and emitted.token is not None:
+                # XLA would merge this gather with that of the earlier use, and keep the result in
+                # between: for a parameter of the forward pass, until the backward pass.
                 value, _ = lax.optimization_barrier((value, emitted.token))
             emitted.gathered[id(shard)] = shard, None
             emitted.token = next(
@@ -347,30 +354,27 @@ class Gatherer:
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
         """Reduces a gradient to its shard: the sum over the devices becomes a reduce-scatter, and
-        between replica groups an all-reduce of the shards.
-
-        Without replica groups the full gradient is constrained first: otherwise XLA shards the
-        operands of the gradient as well, and gathers every device's activations or cotangents. With
-        groups the gradient is constrained to its shard directly: otherwise XLA all-reduces the full
-        gradient over all groups. A vector, which is small, always takes the first path: it is the
-        sum of an activation, not a product, and XLA would move the activation.
-        """
+        between replica groups an all-reduce of the shards."""
+        # Constrained in full first, XLA all-reduces over all groups: 31 MB for 9 of a GPT of 3
+        # layers on 2 groups of 4. Not a vector, which is the sum of an activation: constrained to
+        # its shard, it would have XLA move the activation.
         if self.replicas > 1 and len(spec) > 1:
             return self.scatter_parts(gradient, spec)
         return self.scatter_unsharded(gradient, spec)
 
     def scatter_unsharded(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """Constrains the full gradient, and then reduces it to its shard. If several parts of the
-        axis shard the gradient the first constraint is left out: XLA takes a mesh of parts for
-        another mesh, and shards no operand by it."""
+        """Constrains the full gradient, and then reduces it to its shard."""
+        # XLA takes a mesh of parts for another mesh, and shards no operand by it. In full first, it
+        # would all-reduce: 11.3 MB for 5.6 of three 1000 x 1000 matrices on 16 devices.
         if len(layout.parts_of(spec, self.axis)) < 2:
+            # Otherwise XLA may shard the operands of the gradient as well, and gather every
+            # device's activations or cotangents, or reduce in each iteration of a loop.
             gradient = self.constrain(gradient, layout.without(spec, self.axis))
         return self.scatter_parts(gradient, spec)
 
     def scatter_parts(self, gradient: jax.Array, spec: Spec) -> jax.Array:
         """Reduce-scatters a gradient over one part of the axis at a time, without a constraint of
-        the full gradient: XLA would all-reduce the full gradient to split it over two parts at
-        once. Inner parts come first, so that the fewest bytes are sent between hosts."""
+        the full gradient."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
         uneven = layout.padded_shape(gradient.shape, spec, self.mesh) != gradient.shape
         sizes = [layout.parts(name, self.mesh) for _, name in parts]
@@ -378,6 +382,8 @@ class Gatherer:
             if not parts or uneven:  # XLA all-reduces and slices the sum
                 self.ledger.reduces(gradient, shard, shard)
                 gradient = gradient if parts else self.constrain(gradient, shard)
+            # XLA all-reduces a gradient that one constraint splits over two parts. Inner parts come
+            # first, so that the fewest bytes are sent between hosts.
             for (dimension, name), n in zip(parts, self.ledger.over(sizes, spec), strict=False):
                 before, shard = shard, layout.within(shard, dimension, name)
                 if not uneven:

@@ -2,10 +2,8 @@
 
 Each product of a matrix has a gradient of its own. At stages 2 and 3 each would be reduced where it
 is produced, because no unsharded array may wait for a later use. Gradients of adjacent products are
-added up first, as the other use follows at once.
-
-XLA reduce-scatters only into equal shards. A gradient that is first summed and then padded is
-all-reduced in full, so for uneven shards the operands of the sum are padded instead.
+added up first, as the other use follows at once. For uneven shards the operands of a sum are padded
+before it.
 """
 
 from __future__ import annotations
@@ -137,10 +135,14 @@ def bind_reduced(
             return [partial_sums.total(row_sum.partial(values, gatherer), gatherer)]
         case [Reduction(spec, Terms.BY_DEVICE)]:
             parts = by_group(eqn, values, gatherer.mesh.size)
+            # Each part starts from zeros: devices that all added to the table would count it once
+            # each.
             return [values[0] + reduction.of_all(parts, spec, gatherer)]
         case [Reduction(spec, Terms.BY_GROUP)]:
             return [values[0] + _of_groups(eqn, values, spec, gatherer)]
         case [Reduction(padded=shapes) as only] if shapes is not None:
+            # XLA reduce-scatters only into equal shards. Padded after the sum, gradients are
+            # all-reduced: 10.6 MB for 5.3 of three matrices of about 1000 x 1000 on 8 devices.
             sum_of_padded = _scatter(bind_padded(eqn, values, shapes), only, gatherer)
             own = sum_of_padded[tuple(map(slice, eqn.outvars[0].aval.shape))]
             return [gatherer.constrain(own, only.spec)]
@@ -152,6 +154,8 @@ def bind_reduced(
 def _scatter(gradient: jax.Array, how: Reduction, gatherer: Gatherer) -> jax.Array:
     """Constrains a gradient to its shard."""
     if how.terms is Terms.ROWS:
+        # Constrained in full first, such gradients are reduce-scattered as tables: 91 MB for 1.8 of
+        # four tables of 100,000 rows, 1,024 of them looked up.
         return gatherer.scatter_parts(gradient, how.spec)
     if how.terms is Terms.TABLE:
         return gatherer.scatter_table(gradient, how.spec)
@@ -164,6 +168,8 @@ def _of_groups(
     """Returns what a lookup's gradient adds to its table: summed within each replica group, and
     then over the groups."""
     groups, table, unsharded = gatherer.replicas, values[0], (None,) * len(spec)
+    # XLA's partitioner sums a scatter over all devices at once, but a product within each group
+    # first.
     parts = by_group(eqn, values, groups)
     with gatherer.ledger.of(spec):
         gatherer.ledger.reduces(table, unsharded, spec, over=gatherer.mesh.size // groups)
@@ -216,6 +222,7 @@ def at_one_index(eqn: Equation) -> bool:
 
 def _scatters_once(eqn: Equation) -> bool:
     scatters = eqn.primitive.name.startswith("scatter")
+    # The last dimension of the indices has the numbers of one index.
     return scatters and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
@@ -236,11 +243,7 @@ def can_split(eqn: Equation, rows: RowDimensions, groups: int) -> bool:
 
 
 def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Array:
-    """Returns the sum that each of ``groups`` adds to a table: [groups, *table].
-
-    XLA's partitioner sums a scatter over all devices at once, but a product within each group
-    first.
-    """
+    """Returns the sum that each of ``groups`` adds to a table: [groups, *table]."""
     table, indices, updates = values
     row = Lookup.of(eqn).by_index[0]
 
@@ -317,7 +320,7 @@ def _terms(
 ) -> set[Atom] | None:
     """Returns the variables from which a sum is computed, back to products. None if one of them is
     computed otherwise, has another use or is among ``in_place``, or if some of the products add up
-    rows and others do not: XLA does not reduce-scatter a sum that needs reduction only in part."""
+    rows and others do not."""
     part = graph.backward_slice(eqn.invars, through=_passes)
     terms, ends = {*part.results, *part.ends}, [*map(graph.producer, part.ends)]
     if len(jaxprs.variables(eqn.invars)) != len(eqn.invars):
@@ -326,6 +329,7 @@ def _terms(
         return None
     if any(end is None or end.primitive.name not in PRODUCTS for end in ends):
         return None
+    # XLA does not reduce-scatter a sum that needs reduction only in part.
     products = [product for product in map(Contraction.of, ends) if product is not None]
     return terms if len({_sums_rows(product, rows) for product in products}) <= 1 else None
 
@@ -371,6 +375,7 @@ def _lookup(eqn: Equation, shape: Sequence[int]) -> list[Sequence[int]] | None:
     """Pads the operands of an equation that adds windows of rows to a table. None if padding could
     receive a window that the unpadded table drops or moves, or if a batch of tables would be
     padded, as each has its own indices."""
+    # CLIP moves an index beyond the table to its last row, which would be one of padding.
     if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
         return None
     table, indices, rows = (v.aval.shape for v in eqn.invars)

@@ -82,6 +82,8 @@ class Inserter(Emitter):
         """
         is_unlimited = self.keep or self._lane_axes or not self.overlap
         window = None if is_unlimited else Window.of(self.mesh, self.axis, self.thresholds.ahead)
+        # Under offload each gradient leaves for host memory in the iteration that computes it, so
+        # that it is reduced there.
         defers_reductions = self.overlap and not self._lane_axes and host is None
         scope = Scope(
             share=self.share,
@@ -98,6 +100,8 @@ class Inserter(Emitter):
         decided, _ = Decider(self).decide(closed, [*given], undelayed, want)
         outs = [plain(o) for o in self.run(closed, args, scope, decided)]
         self.ledger.record_equations(jaxpr)
+        # DeepSpeed's cpu_checkpointing moves those of every block; outside loops XLA would defer
+        # the copies until they cost memory.
         if not self.left and residuals.some_stay(jaxpr):
             self.left = True
             log.warning(residuals.NO_EFFECT)
@@ -198,6 +202,7 @@ class Decider(Emitter):
             for o, noted in zip(branch(), specs, strict=True):
                 if isinstance(o, Shard) and not o.gathering.host:
                     noted.setdefault(o.spec)
+        # A result of a cond has one sharding, whichever branch runs.
         at.results = [next(iter(noted)) if len(noted) == 1 else None for noted in specs]
         outs = zip(map(Abstract.of, at.eqn.outvars), at.results, strict=True)
         return [o if spec is None else Shard(o, spec) for o, spec in outs]

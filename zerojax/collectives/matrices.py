@@ -195,9 +195,10 @@ class MatrixUpdate:
         return [] if len(steps) == 1 or is_other else steps
 
     def _sent(self, x: jax.Array, steps: Sequence[Spec]) -> jax.Array:
-        """Constrains a stack to one spec after another. The first one keeps XLA from moving a cast
-        past the all-to-all, which would send the wider dtype."""
+        """Constrains a stack to one spec after another."""
         gatherer = self._gatherer
+        # Otherwise XLA moves the cast of the momentum past the all-to-all: 11.0 MB for 7.3 of Muon
+        # on three 1024 x 1024 matrices.
         x = gatherer.constrain_always(x, steps[0])
         for before, spec in itertools.pairwise(steps):
             moved = {*layout.axes(before[0])} ^ {*layout.axes(spec[0])}

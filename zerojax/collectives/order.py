@@ -38,12 +38,15 @@ def hold_until(
         twin = next((g for g in remaining if isinstance(v, Shard) and _alike(v, g)), None)
         if twin is not None:
             remaining = [g for g in remaining if g is not twin]
+            # Elements of equal shards lie on the same devices, so that each waits for its own.
             waits[i] = impossible(twin.value)
     shards = [i for i, v in enumerate(values) if isinstance(v, Shard)]
     floats = [i for i, v in enumerate(values) if i not in shards and _is_float(v)]
     target = shards[0] if shards else floats[-1] if floats else None
     if target is not None:
         for g in remaining:
+            # Of a replicated gradient one element is on every device; of a sharded one, XLA
+            # all-reduces a bit.
             bit = jnp.any(impossible(g.value)) if any(g.spec) else impossible(_element(g.value))
             earlier = waits[target]
             waits[target] = bit if earlier is None else earlier | bit
@@ -71,6 +74,7 @@ def _held(
 
 
 def _choose(wait: jax.Array, x: jax.Array) -> jax.Array:
+    # A select leaves the bits of x as they are; a sum with zero would turn -0 into 0.
     return jnp.where(wait, jnp.zeros_like(x), x)
 
 
@@ -87,10 +91,12 @@ def _element(x: jax.Array) -> jax.Array:
 
 
 def impossible(x: jax.Array) -> jax.Array:
-    """Returns False for each element, which XLA cannot prove: it has to keep this dependence,
-    whereas it removes barriers before it schedules."""
+    """Returns False for each element, which XLA cannot prove."""
+    # As an integer, NaN is a number like any other: masked, none exceeds the mask.
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     magnitude = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
+    # XLA removes barriers before it schedules, but keeps this dependence: with barriers in its
+    # place, 4 unrolled layers of 2048 x 8192 take 291 MB of temporaries on 64 H100s, not 222.
     return (lax.bitcast_convert_type(x, unsigned) & magnitude) > magnitude
 
 
@@ -125,6 +131,8 @@ class Window:
     @classmethod
     def of(cls, mesh: Mesh, axis: str, ahead: int = AHEAD) -> Window | None:
         """Returns a window; None if other axes shard the rows or the computed arrays."""
+        # With a further axis, the devices of one shard have different rows, or parts of rows, to
+        # wait for.
         return cls(mesh, axis, ahead) if axis_size(mesh, axis) == mesh.size else None
 
     def used(
@@ -158,6 +166,7 @@ class Window:
         dims = layout.dimensions(shard.spec, self._axis)
         if result is None or len(dims) != 1 or shard.spec[dims[0]] != self._axis:
             return shard.value
+        # Device d holds part d of this dimension, and waits for an element of part d of the rows.
         n, (at,), shape = self._mesh.size, dims, shard.value.shape
         if shape[at] % n:
             return shard.value

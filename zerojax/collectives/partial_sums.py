@@ -89,16 +89,17 @@ class RowSum(NamedTuple):
         else:
             split = [self._split_by_device(x, i, gatherer) for i, x in enumerate(values)]
             value = self._multiplied(*split) if len(split) == 2 else self._added(*split)
+            # Batch dimensions come first in a product's result, and in that of a sum by _added.
             value = value.reshape(gatherer.mesh.size, *value.shape[len(self.cuts) :])
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
         return PartialSum(pin_to_devices(value, gatherer), self)
 
     def _convolved(self, values: Sequence[jax.Array], gatherer: Gatherer) -> jax.Array:
-        """Computes the partial sums [devices, ...] of a convolution with ``shard_map``: with a
-        dimension of devices XLA would build one convolution of many groups, and for groups of one
-        row a wrong one."""
+        """Computes the partial sums [devices, ...] of a convolution with ``shard_map``."""
         (axes,), (rows,) = axes_of(gatherer), self.cuts
         specs = tuple(PartitionSpec(*(None,) * at, axes) for at in rows)
+        # With a dimension of devices XLA would build one convolution of many groups, and for groups
+        # of one row a wrong one.
         return jax.shard_map(
             lambda *own: jaxprs.bind(self.eqn, own)[0][None],
             mesh=gatherer.mesh,
@@ -163,8 +164,7 @@ def row_sum_of(
     after: tuple[Equation, ...] = (),
 ) -> RowSum | None:
     """Returns an equation as a sum over a batch's rows; None if its dimension of rows is unknown,
-    or if ``spec`` does not split the sum evenly over all devices: for an unsharded sum, deferring
-    or quantizing the reduction costs as much as it saves.
+    or if ``spec`` does not split the sum evenly over all devices.
 
     Args:
       eqn: The equation.
@@ -173,6 +173,7 @@ def row_sum_of(
       after: The equations that compute a gradient from the sum.
     """
     shape = eqn.outvars[0].aval.shape
+    # For an unsharded sum, deferring or quantizing the reduction costs as much as it saves.
     if not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
         return None
     if sharded_products.find_product(eqn, RESULT, spec, gatherer) is not None:

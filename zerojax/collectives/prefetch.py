@@ -29,6 +29,8 @@ from zerojax.xla import jaxprs
 from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import Equation
 
+# A loop of 3 layers of 1024 x 4096 on 8 H100s: 67 MB are gathered at once if 2 iterations are
+# enough, 17 MB if it gathers where it computes.
 LEAST = 4
 """The fewest iterations of a loop that gathers ahead, or reduces one iteration later: the first and
 the last one run outside the loop, and XLA removes a loop of one iteration. Without a loop between
@@ -58,18 +60,17 @@ class PrefetchedStacks:
         its own. None if nothing is read ahead."""
         if not any(map(on_host, self._xs)) and not self._dtypes:
             return None
+        # The backward pass of a scan is a scan in reverse.
         length, step = self._loop.length, self._loop.order.step
         return jnp.clip(jnp.arange(length) + step, 0, length - 1)
 
     def read(self, index: jax.Array | int, done: Sequence[ReducedGradient] = ()) -> list[jax.Array]:
-        """Fetches or gathers the entries at ``index`` of the stacks that are read ahead.
-
-        The gathers wait for the largest of the gradients ``done``, which the same iteration
-        reduces. XLA's scheduler overlaps the reductions with the first products then, and the
-        gathers with the last ones. Otherwise it may run one kind where nothing is left to overlap.
-        """
+        """Fetches or gathers the entries at ``index`` of the stacks that are read ahead. Gathers
+        wait for the largest of the gradients ``done``, which the same iteration reduces."""
         fetched = [self._fetched(x, index) for x in self._xs if on_host(x)]
         shards = [self._entry(self._xs[i], dtype, index) for i, dtype in self._dtypes.items()]
+        # XLA's scheduler then overlaps the reductions with the first products of an iteration, and
+        # the gathers with the last. On jax 0.12 it else ran the gathers where nothing hides them.
         size = max((gradient.value.size for gradient in done), default=0)
         largest = [gradient for gradient in done if gradient.value.size == size]
         held = order.hold_until(shards, largest, self._gatherer.constrain)
@@ -123,10 +124,11 @@ class PrefetchedStacks:
     def hold(self, carry: list[jax.Array], coming: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the carried values of an iteration that reduces no gradients. If a rematerialised
         block runs again in the loop, the largest of them, the cotangents, wait for the gathered
-        arrays: XLA then overlaps the gather with the block's forward pass. Otherwise the gather
-        would come after all reduce-scatters, with nothing left to overlap."""
+        arrays."""
         if not coming or not self._holds:
             return carry
+        # XLA then overlaps the gather with the block's forward pass. Otherwise the gather would
+        # come after all reduce-scatters, with nothing left to overlap.
         axis, gathered = self._gatherer.axis, self._gathered_arrays(coming)
         replicated = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
         return order.hold_largest(carry, replicated[-1]) if replicated else carry
@@ -151,6 +153,7 @@ def decide_prefetches(
       gathers: Whether all parameters on the devices are gathered ahead; otherwise only those that
         the loop gathers and stacks, see :mod:`zerojax.collectives.stacks`.
     """
+    # A layer that an iteration may not need, or needs only rows of, must not be sent in each.
     uses = Uses(gatherer, rows, surely=True)
     dtypes = {
         i: gathered_dtype(loop, i, x, uses)

@@ -88,6 +88,8 @@ def peeled_scan(
         sliced = [lax.dynamic_index_in_dim(x, index, keepdims=False) for x in others]
         carry, ys = body(carry, entries(index, sliced), **end)
         if stacks is None:
+            # lax.scan stacks only results of its own iterations. The others write into the same
+            # arrays, which XLA updates in place as the carry of a loop.
             stacks = jax.tree.map(partial(_zeros, loop.length), ys)
         put = partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
         return carry, jax.tree.map(put, stacks, ys)
@@ -104,6 +106,7 @@ def peeled_scan(
 
 def _zeros(length: int, entry: jax.Array) -> jax.Array:
     """Returns a stack of zeros for entries like ``entry``, in the same memory."""
+    # JAX refuses to write an entry in host memory into a stack on the device.
     zero = jnp.zeros((), entry.dtype)
     if jax.typeof(entry).memory_space == jax.memory.Space.Host:
         zero = send_to_host(zero)
@@ -170,6 +173,7 @@ class Scans(Gatherer):
         of its shard; None if the loop does not update the value as a shard."""
         if spec is None:
             return plain(value)
+        # The carry of a loop has one sharding in all iterations.
         if isinstance(value, Shard) and value.spec != spec:
             value = self.all_gather(value.value, value.spec)
         return self.constrain(plain(value), spec)
@@ -233,6 +237,7 @@ class Loop:
         parts, decided, eqn = self._parts, at.scan, at.eqn
         want = target_specs.of_scan_body(parts, at.wants)
         (_, self._want), (_, self._outs) = parts.results(want), parts.results(eqn.outvars)
+        # The forward loop has gathered and stacked these for the backward loop.
         values = [scope.emitted.as_filled(v) for v in values]
         moved = [moved_stack(x) for x in parts.operands(values)[2]]
         values = scans.known_operands(parts, values, decided.updated, scope)
@@ -251,7 +256,8 @@ class Loop:
                 for i, x in enumerate(xs)
             ]
         if self._updated:
-            xs = [scans.by_rows(x, 1) for x in xs]  # see own_rows
+            # Minibatches of a loop of updates, which XLA would replicate, see own_rows.
+            xs = [scans.by_rows(x, 1) for x in xs]
         read = [x if m is None else m for x, m in zip(xs, moved, strict=True)]
         self._stacks = LoopStacks(read, scans.axis)
         self._prefetched = PrefetchedStacks(eqn, self._stacks.read, decided.prefetched, scans)
@@ -386,16 +392,15 @@ class Loop:
         return [*carried, *(stack(i, y) for i, y in enumerate(ys))]
 
     def _summed(self, totals: Sequence[jax.Array]) -> dict[int, jax.Array]:
-        """Reduces over the devices, once, the carried values that a loop has added up.
-
-        The full sums are constrained before their shards: XLA moves a sum over the devices out of
-        the loop only if it is a sum of the full array.
-        """
+        """Reduces over the devices, once, the carried values that a loop has added up."""
         scans, sums = self._scans, self._decided.sums
         specs = {v: sums.spec(v, scans.mesh, scans.axis) for v in sums.roots}
         by_root = {}
         for v, x in zip(sums.roots, totals, strict=True):
             with scans.ledger.at(sums.producer(v)), scans.ledger.of(*sums.targets(v)):
+                # XLA moves a sum over the devices out of the loop only if it is constrained to the
+                # full array first: of 64 time steps each would reduce-scatter the gradient, 59 MB
+                # for 0.9.
                 by_root[v] = x if (spec := specs[v]) is None else scans.scatter_unsharded(x, spec)
         reduced = {}
         for i, terms in sums.terms.items():

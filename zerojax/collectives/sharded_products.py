@@ -79,20 +79,23 @@ class Product(NamedTuple):
             return gatherer.constrain(result, by_row)
 
     def _all_rows(self, values: Sequence[jax.Array], gatherer: Gatherer, scope: Scope) -> jax.Array:
-        """Returns all rows of the operand that is sent. Without the constraint to the device's rows
-        XLA would compute all rows on each device."""
+        """Returns all rows of the operand that is sent."""
         x = values[self.sent]
         _, known = scope.emitted.all_rows.get(id(x), (x, None))
         if known is not None:
             return known
         was_dropped = scope.emitted.all_rows.pop(id(x), None) is not None
+        # XLA would merge this gather with that of the rows that were dropped, and keep them in
+        # between.
         source = lax.optimization_barrier((x, values[1 - self.sent]))[0] if was_dropped else x
         by_row, unsharded = self._by_row(x.shape, gatherer, scope), (None,) * x.ndim
+        # Otherwise XLA may compute all rows on each device.
         source = gatherer.constrain(source, by_row)
         gatherer.ledger.gathers(source, by_row, unsharded)
         gathered = gatherer.constrain(source, unsharded)
         scope.emitted.all_rows[id(x)] = x, gathered
         if not scope.share:
+            # Else the backward pass would find the rows of all layers gathered.
             _drop_oldest(scope.emitted.all_rows, self.size)
         return gathered
 
@@ -171,8 +174,8 @@ def _spec(ndim: int, dimension: int, gatherer: Gatherer) -> Spec:
 
 
 def _drop_oldest(all_rows: AllRows, most: int) -> None:
-    """Drops the oldest gathered rows, but never the newest, until at most ``most`` bytes are kept.
-    Otherwise the backward pass would find the rows of all layers gathered."""
+    """Drops the oldest gathered rows, but never the newest, until at most ``most`` bytes are
+    kept."""
     kept = {key: (x, copy) for key, (x, copy) in all_rows.items() if copy is not None}
     size = sum(gathered.nbytes for _, gathered in kept.values())
     for key, (x, gathered) in list(kept.items())[:-1]:

@@ -83,6 +83,7 @@ class Graph:
 
     def is_zeros(self, atom: Atom) -> bool:
         """Returns whether an atom is a literal zero, or a broadcast or cast of one."""
+        # jnp.zeros is a broadcast of a literal.
         return jaxprs.is_zero(self.origin(atom, {"broadcast_in_dim", CAST}))
 
     def origin(self, atom: Atom, names: Collection[str]) -> Atom:

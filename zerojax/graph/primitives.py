@@ -31,6 +31,7 @@ SCALES = frozenset({"mul", "div", "select_n"})
 
 COMPARISONS = frozenset({"clamp", "max", "min", "lt", "le", "gt", "ge"})
 
+# Of these, jax 0.10 lacks log2 and one_minus_square.
 ELEMENTWISE = frozenset({
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
     "cos", "cosh", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
@@ -113,6 +114,7 @@ WINDOWS = frozenset({
     "select_and_gather_add", "select_and_scatter", "select_and_scatter_add",
 })  # fmt: skip
 
+# JAX names scatters with a hyphen, and all other primitives with underscores.
 SCATTER_ADDS = frozenset({"scatter-add"})
 """Primitives that add to entries of an array."""
 
@@ -126,6 +128,7 @@ BRANCHES = frozenset({"cond", "while"})
 
 KERNELS = frozenset({
     "custom_partitioning", "ffi_call", "pallas_call", "shard_map", "core_map",
+    # jax.nn.dot_product_attention with cuDNN binds the wrappers, which lower to the others.
     "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",
 })  # fmt: skip

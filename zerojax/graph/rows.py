@@ -187,6 +187,7 @@ def _convolution(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
     """Rows are the batch; or groups of features, where ``jax.vmap`` has merged both."""
     lhs, kernel, out = param(eqn, "dimension_numbers")
     in_groups = param(eqn, "batch_group_count") > 1
+    # jax.vmap over both operands of a convolution turns each row into a group.
     to_feature = {lhs[1]: out[1]} if param(eqn, "feature_group_count") > 1 else {}
     grouped = {lhs[0]: out[1]} if in_groups else to_feature
     shape = eqn.outvars[0].aval.shape

@@ -23,6 +23,7 @@ def everything(equation: Equation) -> bool:
 
 def runs_regions(equation: Equation) -> bool:
     """Enters calls, loops and conds; not a ``shard_map``, nor a kernel."""
+    # Inside a shard_map, sizes are those of one device.
     return bool(regions(equation)) and equation.primitive.name != "shard_map"
 
 
@@ -42,6 +43,7 @@ def equations(
         yield equation
         for body in jaxprs.inner(equation) if enters(equation) else ():
             # Ids are unique while the outermost program holds all of these.
+            # JAX traces a function under jit once, so that all layers of a model may run one jaxpr.
             if id(body) not in seen:
                 seen.add(id(body))
                 yield from equations(body, enters, seen)
@@ -71,6 +73,7 @@ def needed_runs(program: HasEquations, times: int = 1, *, exact: bool = True) ->
       program: The program.
       times, exact: Those of the program itself, as in :class:`Run`.
     """
+    # XLA removes the other equations.
     for equation in graph_of(program).backward_slice(program.outvars).equations:
         yield Run(equation, program, times, exact)
         loop, known = jaxprs.scan_parts(equation), equation.primitive is not prims.while_p

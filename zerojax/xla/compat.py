@@ -63,13 +63,13 @@ class LoweredFor(jax.stages.Lowered):
     """A lowered program, and the devices for which it is compiled.
 
     A program with arrays in host memory is traced for an abstract mesh if its devices are absent,
-    because jax forgets the memory kinds of absent devices. Only private attributes of jax can
-    select the compiler of these devices.
+    because jax forgets the memory kinds of absent devices.
     """
 
     def __init__(self, lowered: jax.stages.Lowered, devices: Sequence[jax.Device]) -> None:
         for name in jax.stages.Lowered.__slots__:
             setattr(self, name, getattr(lowered, name))
+        # Only this private attribute selects the compiler of absent devices.
         self._lowering.compile_args["backend"] = devices[0].client
         self._devices = tuple(devices)
 
@@ -137,12 +137,11 @@ def jit_options(jitted: Any) -> JitOptions:
 def take_for_array(kind: type, to_array: Callable[[Any], jax.Array]) -> None:
     """Registers a class whose instances jax accepts as arrays, in ``jit`` and every operation.
 
-    JAX's protocol for this purpose, ``__jax_array__``, does not cover arguments of ``jit``.
-
     Args:
       kind: The class, whose instances have ``shape``, ``dtype`` and ``sharding``.
       to_array: Function from an instance to the array that it stands for, sharded by ``sharding``.
     """
+    # JAX's protocol for this purpose, __jax_array__, does not cover arguments of jit.
     core.pytype_aval_mappings[kind] = lambda x: core.ShapedArray(x.shape, x.dtype)
     dtypes.register_canonicalize_value_handler(kind, to_array)
 
@@ -164,11 +163,10 @@ def take_for_array(kind: type, to_array: Callable[[Any], jax.Array]) -> None:
 def coordination() -> Any:
     """Returns the client of the service through which ``jax.distributed`` coordinates processes.
 
-    JAX exports the service's keys and values only through its own multi-host utilities.
-
     Raises:
       RuntimeError: ``jax.distributed`` is not initialized.
     """
+    # JAX exports the service's keys and values only through its own multi-host utilities.
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError("jax.distributed is not initialized: call zerojax.init_distributed()")
@@ -176,16 +174,15 @@ def coordination() -> Any:
 
 
 def backends_are_initialized() -> bool:
-    """Returns whether JAX has looked for devices, after which processes cannot be joined any more.
-
-    Every public function that answers this question would itself look for devices.
-    """
+    """Returns whether JAX has looked for devices, after which processes cannot be joined any
+    more."""
+    # Every public function that answers this question would itself look for devices.
     return xla_bridge.backends_are_initialized()
 
 
 def frames(thread: int | None = None) -> Iterator[FrameType]:
-    """Yields the frames of all threads, or of one, the innermost first; Python has no public name
-    for them."""
+    """Yields the frames of all threads, or of one, the innermost first."""
+    # Python has no public name for the frames of other threads.
     for number, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost if thread in (None, number) else None
         while frame is not None:
@@ -211,10 +208,8 @@ def with_large_stack(function: F) -> F:
 
 
 def before_the_end(act: Callable[[], None]) -> None:
-    """Registers a function to call at the end of the program, while executors still accept work.
-
-    Executors already refuse work when the functions of ``atexit`` are called.
-    """
+    """Registers a function to call at the end of the program, while executors still accept work."""
+    # Executors already refuse work when the functions of atexit are called.
     threading._register_atexit(act)  # type: ignore[attr-defined]
 
 
@@ -227,10 +222,8 @@ def compiles(frame: FrameType) -> bool:
 
 
 def process_number() -> int:
-    """Returns the number of this process; 0 unless ``jax.distributed`` is initialized.
-
-    ``jax.process_index()`` returns the same number, but starts the backends.
-    """
+    """Returns the number of this process; 0 unless ``jax.distributed`` is initialized."""
+    # jax.process_index() returns the same number, but starts the backends.
     return int(distributed.global_state.process_id)
 
 
@@ -247,11 +240,9 @@ def entries_by_device(x: Any) -> int:
 
 
 def _exclude_from_tracebacks() -> None:
-    """Registers the files of zerojax with JAX's traceback filter, which has no public interface.
-
-    ``zerojax.models`` is not registered: its lines belong to the user's model.
-    """
+    """Registers the files of zerojax with JAX's traceback filter, which has no public interface."""
     for path in Path(__file__).parents[1].iterdir():
+        # Lines of these files belong to the user's model.
         if path.name != "models":
             traceback_util.register_exclusion(str(path))
 

@@ -164,10 +164,10 @@ def with_rematerialization(chosen: Mapping[str, int | bool | str] | None) -> Opt
 
 @functools.cache
 def knows(name: str, value: int | bool | str) -> bool:
-    """Returns whether this version of XLA takes an option with this value. All platforms have one
-    set of options, so that a compile for any of them tells."""
+    """Returns whether this version of XLA takes an option with this value."""
     chosen: dict[str, Any] = {name: value}
     try:
+        # All platforms have one set of options, so that a compile for any of them tells.
         jax.jit(jnp.negative).lower(0.0).compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError:
         return False

@@ -13,14 +13,14 @@ _CONTAINERS = 100_000
 def seldom_collected() -> Iterator[None]:
     """Collects garbage once per 100,000 new containers, not once per 700 as Python's default does.
 
-    A trace creates millions of containers and keeps most of them. Scanning them repeatedly takes a
-    quarter of the time to trace a large step, and 100,000 containers hold little memory. A
-    collector that the program has turned off, or set to run even less often, is left unchanged.
+    A collector that the program has turned off, or set to run even less often, is left unchanged.
     """
     youngest, *older = gc.get_threshold()
     if not 0 < youngest < _CONTAINERS:
         yield
         return
+    # A trace creates millions of containers and keeps most of them. Scanning them repeatedly takes
+    # a quarter of the time to trace a large step; 100,000 of them hold little memory.
     gc.set_threshold(_CONTAINERS, *older)
     try:
         yield

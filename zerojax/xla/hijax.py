@@ -52,6 +52,7 @@ class _Opener(Rewriter):
         # A call or a loop is "high" only because of what it holds.
         if next(jaxprs.inner(eqn), None) is not None:
             return [self.inside(eqn, eqn.params)]
+        # As jax.jit does when it lowers a program.
         run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
         with jaxprs.traced_where(eqn):
             body = self(jax.make_jaxpr(run)(*operands))

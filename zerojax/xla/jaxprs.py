@@ -73,8 +73,8 @@ def param(eqn: Equation, name: str, default: object = _REQUIRED) -> Any:
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, tuple[jax.Array, ...]]:
-    """Returns the open jaxpr and the constants of a jaxpr. jax 0.10 has separate classes for open
-    and closed jaxprs, 0.11 and newer have one class."""
+    """Returns the open jaxpr and the constants of a jaxpr."""
+    # jax 0.10 has separate classes for open and closed jaxprs, 0.11 and newer have one class.
     return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr)), tuple(getattr(jaxpr, "consts", ()))
 
 
@@ -89,7 +89,8 @@ def with_body(jaxpr: Any, body: Jaxpr) -> Any:
 
 
 def shaped_like(jaxpr: AnyJaxpr, closed: AnyJaxpr) -> AnyJaxpr:
-    """Returns ``closed``, opened if ``jaxpr`` is open: jax 0.10 has parameters of both kinds."""
+    """Returns ``closed``, opened if ``jaxpr`` is open."""
+    # In jax 0.10 the body of a checkpoint is open and that of a scan is closed.
     return closed if hasattr(jaxpr, "jaxpr") else open_jaxpr(closed)[0]
 
 
@@ -221,7 +222,8 @@ def runs_backward(eqn: Equation) -> bool:
 
 def is_recomputed(eqn: Equation) -> bool:
     """Returns whether ``eqn``, by its name stack, recomputes a value of a rematerialised block for
-    the backward pass. Under ``jax_remat3`` no block encloses such equations."""
+    the backward pass."""
+    # Under jax_remat3 no block encloses such equations.
     return "rematted_computation" in str(source(eqn).name_stack)
 
 
@@ -258,6 +260,7 @@ def bound_at(traceback: Traceback | None) -> tuple[tuple[CodeType, int], ...]:
 
 def is_library(file: str) -> bool:
     """Returns whether a file is part of jax or of Python's library."""
+    # Installed packages, in site-packages or dist-packages, lie below Python's library.
     return file.startswith(_JAX) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
@@ -298,11 +301,10 @@ def read(atom: Atom, env: Mapping[Atom, Any]) -> Any:
 def bind(
     eqn: Equation, values: Sequence[object], params: Mapping[str, object] | None = None
 ) -> Sequence[Any]:
-    """Runs an equation on other operands, and with other parameters if given; returns its results.
-
-    Primitives take functions among their parameters in another form than equations hold them.
-    """
+    """Runs an equation on other operands, and with other parameters if given; returns its
+    results."""
     primitive = eqn.primitive
+    # Primitives take functions among their parameters in another form than equations hold them.
     out = primitive.bind(
         *values, **primitive.get_bind_params(eqn.params if params is None else params)
     )

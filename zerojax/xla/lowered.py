@@ -61,5 +61,6 @@ def with_argument_names(function: Callable[..., R], *names: str) -> Callable[...
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in names]
+    # jax.jit names the arguments of a compiled program by the signature of the function.
     renamed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return renamed

@@ -26,6 +26,7 @@ _UNCHANGED: Analysis[frozenset[int]] = Analysis(
     frozenset(), frozenset.union, _computed, control=False
 )
 """Forward analysis of the position of the argument that a value is; empty for a computed value."""
+# What a loop or a branch returns is the value of one iteration, or of one branch.
 _UNCHANGED.rule("scan", "while", "cond", "shard_map")(_computed)
 
 
@@ -82,8 +83,7 @@ def with_updated_copies(closed: AnyJaxpr, given: Parts, results: PyTree) -> AnyJ
     """Replaces the step's own sums of parameters and updates by the equal sums of its optimizer.
 
     A step with a copy of its parameters in the compute dtype returns the updated copy in the view
-    of its optimizer, too. Where both results are one variable, the step's new parameters need no
-    comparison with the copy, so that neither the old nor the new copy exists during the update.
+    of its optimizer, too.
 
     Args:
       closed: The step's jaxpr and its constants.
@@ -108,6 +108,8 @@ def with_updated_copies(closed: AnyJaxpr, given: Parts, results: PyTree) -> AnyJ
         )
         # A sum in a wider dtype than the copy's is another number.
         if own and own == of_copy and outs[new].aval == outs[new_copy].aval:
+            # As one variable, both need no comparison, for which the old and the new copy would
+            # exist during the update.
             outs[new] = outs[new_copy]
     return jaxprs.with_body(closed, jaxpr.replace(outvars=outs))
 

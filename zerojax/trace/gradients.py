@@ -124,6 +124,7 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
       >>> float(weighted_mean(jnp.array([1.0, 5.0, 9.0]), jnp.array([1, 1, 0])))
       3.0
     """
+    # Counts of tokens are exact to 2,048 in float16, and to 256 in bfloat16.
     wide = jnp.promote_types(jnp.result_type(values), jnp.float32)
     values = jnp.asarray(values, wide)
     weights = jax.lax.stop_gradient(jnp.asarray(weights, wide))

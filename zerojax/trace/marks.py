@@ -83,13 +83,14 @@ def count(jaxpr: Jaxpr, name: str) -> tuple[int, int]:
     """Counts the marks of this name outside loops, and the loops with marks.
 
     Of several branches the one with the most marks counts. The recomputation of a rematerialised
-    block is left out, because it repeats marks.
+    block is left out.
     """
     times = looped = 0
     for eqn in jaxpr.eqns:
         if is_mark(eqn, name):
             times += 1
         elif inside := jaxprs.bodies(eqn):
+            # A rematerialised block runs its equations, and so its marks, a second time.
             if not jaxprs.runs_backward(eqn):
                 once, often = zip(*(count(body, name) for body in inside), strict=True)
                 times, looped = times + max(once), looped + max(often)
@@ -113,8 +114,8 @@ def origins_of(jaxpr: Jaxpr, name: str) -> dict[str, list[MarkOrigins]]:
     """Returns the origins of each gradient that reaches the optimizer, and of each loss, with
     respect to marks of this name.
 
-    Zeros, the gradients of unused parameters, are left out. Loops are not entered, and a program
-    that several equations call counts once.
+    Zeros are left out. Loops are not entered, and a program that several equations call counts
+    once.
     """
     origins: dict[str, list[MarkOrigins]] = {GRADIENT: [], LOSS: []}
 
@@ -128,6 +129,7 @@ def origins_of(jaxpr: Jaxpr, name: str) -> dict[str, list[MarkOrigins]]:
 
     @analysis.rule("name")
     def _(eqn: Equation, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
+        # Parameters that a loss does not use have zeros for gradients.
         if (mark := name_of(eqn)) in origins and ins[0]:
             origins[mark].append(ins[0])
         return result_origins(eqn, ins)

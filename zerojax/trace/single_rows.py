@@ -61,8 +61,7 @@ def with_repeated_rows(closed: AnyJaxpr, products: SmallProducts) -> AnyJaxpr:
     """Returns a traced program whose small products of one row on each device compute two equal
     rows, and drop the second. Only the rounding of results may differ.
 
-    Products of 32-bit floats are left: a matrix product may round their operands. Calls, loops and
-    branches are entered.
+    Products of 32-bit floats are left. Calls, loops and branches are entered.
 
     Args:
       closed: The program's jaxpr and its constants.
@@ -98,6 +97,7 @@ def _single_row(product: Contraction, side: int, products: SmallProducts) -> int
     """Returns a dimension of size 1 to repeat, if the operand has one row on each device and the
     other one is a small matrix; else None."""
     row, matrix = (product.eqn.invars[i].aval for i in (side, 1 - side))
+    # A matrix product may round 32-bit operands, as an elementwise product does not.
     if any(product.batched) or max(row.dtype.itemsize, matrix.dtype.itemsize) > 2:
         return None
     free = product.free(side)

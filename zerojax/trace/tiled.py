@@ -159,6 +159,7 @@ def _check(name: str, run: Callable[..., PyTree], first: PyTree, size: int) -> N
             f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "
             "such as keys of dropout or running means, which chunks cannot; call it without tiled"
         ) from error
+    # A loop runs one program on all chunks, with one key.
     if holds(open_jaxpr(traced)[0], _draws, everything):
         raise ValueError(
             f"tiled({name}): the function draws random numbers (dropout, or parameters of a linen "

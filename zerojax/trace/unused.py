@@ -10,10 +10,8 @@ from zerojax.xla.unused import without_unused
 
 
 def without_unused_gradients(closed: AnyJaxpr) -> AnyJaxpr:
-    """Removes the gradients from a traced step that its update does not use.
-
-    XLA itself would remove most of them, but not a gradient that shares a barrier of zerojax's, or
-    a loop, with another gradient. A step that uses all its gradients is returned unchanged.
+    """Removes the gradients from a traced step that its update does not use. A step that uses all
+    its gradients is returned unchanged.
 
     Args:
       closed: The step's jaxpr and its constants.
@@ -22,6 +20,7 @@ def without_unused_gradients(closed: AnyJaxpr) -> AnyJaxpr:
     used = graph_of(without_unused(jaxpr, jaxprs.whole)).results(_is_gradient)
     if used == graph_of(jaxpr).results(_is_gradient):
         return closed
+    # XLA itself would keep a gradient that shares a barrier of zerojax's, or a loop, with another.
     return jaxprs.with_body(closed, without_unused(jaxpr))
 
 

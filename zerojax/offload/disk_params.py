@@ -92,11 +92,8 @@ class ParamReader:
             raise self._failed
 
     def read(self, number: int, position: SupportsInt, entry: SupportsInt) -> np.ndarray:
-        """Returns a shard, see :class:`_Read`, or zeros if the read fails.
-
-        An error in the callback would leave the other devices waiting for this device forever.
-        :meth:`check` raises the error instead.
-        """
+        """Returns a shard, see :class:`_Read`, or zeros if the read fails; :meth:`check` raises the
+        error."""
         request = _Read(number, int(position), int(entry))
         with self._lock:
             last = self._last.get(request[:2], request.entry - 1)
@@ -109,6 +106,7 @@ class ParamReader:
                 self._ahead[next_read] = self._pool.submit(self._slice, next_read)
         try:
             return shard.result()
+        # An error in the callback would leave the other devices waiting for this one forever.
         except Exception as error:
             with self._lock:
                 self._failed = self._failed or error

@@ -295,8 +295,8 @@ class GroupPrograms:
         return x if x.shape == shape else self._on_device(i, x[tuple(map(slice, shape))])
 
     def _padded(self, i: int, x: jax.Array) -> jax.Array:
-        """Pads a result, and shards it before it leaves the device: collectives cannot run in host
-        memory."""
+        """Pads a result, and shards it before it leaves the device."""
+        # Collectives cannot run in host memory.
         return self._on_device(i, pad(x, self._placements[i].padded))
 
     def _on_device(self, i: int, x: jax.Array) -> jax.Array:
@@ -311,6 +311,7 @@ class GroupPrograms:
         """Jits a function; its results for the disk have the shardings that ``going`` returns."""
         return jax.jit(
             with_argument_names(function, *_ARGUMENTS),
+            # XLA writes the rows of a donated array in place.
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=GroupResults(

@@ -184,6 +184,7 @@ class DiskArray:
     def __array__(
         self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
+        # NumPy 2 passes copy=False where a copy is not allowed.
         if copy is False:
             raise ValueError(f"{self!r} is on disk: leave out copy=False")
         values = self.read_slice(full_index(self.shape))

@@ -86,7 +86,8 @@ def _open(path: Path) -> int:
 
 
 def _pages(nbytes: int) -> np.ndarray:
-    """Allocates at least ``nbytes``, page-aligned and in full pages, as ``O_DIRECT`` needs."""
+    """Allocates at least ``nbytes``, page-aligned and in full pages."""
+    # O_DIRECT needs aligned memory and sizes.
     size = -(-nbytes // _PAGE) * _PAGE
     data = np.empty(size + _PAGE, np.uint8)
     start = -data.ctypes.data % _PAGE

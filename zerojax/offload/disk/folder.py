@@ -92,6 +92,7 @@ def _locked(lock: pathlib.Path, flags: int) -> int | None:
     """Locks a file and returns its descriptor; None if the file is already locked."""
     file = os.open(lock, flags, 0o600)
     try:
+        # The system releases the lock when the process ends, SIGKILL included.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)

@@ -155,13 +155,11 @@ def results(begin: Iterable[Callable[[], Future[T]]], n: int) -> Iterator[T]:
 
 
 def flat_chunk(x: jax.Array, chunk: range) -> Data:
-    """Returns a chunk of a flattened shard.
-
-    An accelerator slices the chunk itself, as the host would have to fetch the complete shard.
-    """
+    """Returns a chunk of a flattened shard."""
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:
         return np.asarray(x).reshape(-1)[chunk.start : chunk.stop]
+    # Sliced on the accelerator, or the host would have to fetch the complete shard.
     return _slice(x, chunk.start, len(chunk))
 
 

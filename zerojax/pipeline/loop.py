@@ -187,6 +187,8 @@ class Stage:
         rows = layer.Rows(first, number, number * schedule.parts, schedule.axes)
         outs, results = self._run_layers(given, state.results, rows, busy, micro_batch)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=True))
+        # Inputs and outputs rotate as the carry does: with arrays that all stages share, XLA
+        # all-reduces a boundary in every tick, and exchanges them at entry and exit.
         streaming = {i: self._sent(x, -1) for i, x in streams.items()}
         for i in self.carry:
             if i in streaming:

@@ -150,8 +150,8 @@ class _Opener:
         return jaxprs.interpret(jaxpr, env, run, lambda literal: literal)
 
     def _users_own(self, traceback: Traceback | None) -> bool:
-        """Returns whether a traceback has a line of the user's code. Inside a function of a
-        library it has none, because jax traces the function once for all callers."""
+        """Returns whether a traceback has a line of the user's code."""
+        # Inside a function of a library there is none: jax traces it once for all callers.
         if traceback not in self._known:
             self._known[traceback] = line(traceback) is not None
         return self._known[traceback]

@@ -118,6 +118,7 @@ class _Instance:
         if self._rows in self._traced:
             return cast(Atom, (one, two)[self._traced.index(self._rows)])
         a, b = self._traced
+        # The number of rows enters a trace as a literal: as a divisor, as in jnp.mean, or inverse.
         for power in (1.0, -1.0):  # a count, a weight
             if np.allclose(one.val * b**power, two.val * a**power):
                 value = np.asarray(one.val * (self._rows / a) ** power, one.aval.dtype)

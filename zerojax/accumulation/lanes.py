@@ -63,11 +63,11 @@ class Lanes(NamedTuple):
 
     def entering(self, args: Sequence[Any]) -> list[Any]:
         """Returns a step's arguments for the lanes. In a lane of one device a gathered parameter is
-        a plain array: as a :class:`~zerojax.collectives.Shard`, it would let arrays of rows with
-        the same shape be taken for shards too. A stack that loops read in the layout of the gather
-        stays a shard, which holds that layout."""
+        a plain array, except for a stack that loops read in the layout of the gather, which the
+        shard holds."""
         if self.axes == (REPLICA,):
             return list(args)
+        # Beside shards, arrays of rows with the shape of a parameter would be taken for shards too.
         return [x.unsharded if is_gathered(x) and moved_stack(x) is None else x for x in args]
 
     def run(
@@ -81,6 +81,7 @@ class Lanes(NamedTuple):
           task: Function from arrays [rows / lanes, ...] to results.
           rows: Arrays [rows, ...], sharded over the devices.
         """
+        # Consecutive rows lie on one device, so that the reshape moves none.
         per_lane = [x.reshape(self.number, -1, *x.shape[1:]) for x in rows]
 
         def lane(rows: Sequence[jax.Array]) -> list[jax.Array]:

@@ -91,6 +91,6 @@ def _upstream(flat: Flat, analysis: Analysis, statistics: set[Atom]) -> set[Atom
 
 
 def _differentiates(place: tuple[object, ...] | None, owned: Collection[object]) -> bool:
-    """Returns whether an equation's place, or a suffix of it, is one of ``owned``. Suffixes count
-    because the forward pass of a checkpoint is in the step without the checkpoint's call."""
+    """Returns whether an equation's place, or a suffix of it, is one of ``owned``."""
+    # Differentiation inlines the forward pass of a checkpoint, so that its call is missing there.
     return place is not None and any(place[i:] in owned for i in range(len(place)))

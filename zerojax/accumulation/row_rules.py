@@ -39,11 +39,11 @@ def _elementwise(eqn: Equation, kinds: Kinds) -> RowKind | None:
 
 
 def _index_of(eqn: Equation, kinds: Kinds) -> str:
-    """Returns the ``index`` of the result. Row indices stay "own" through the check for negative
-    indices that numpy's indexing adds."""
+    """Returns the ``index`` of the result."""
     name = eqn.primitive.name
     if name in LABELS or name == "convert_element_type":
         return kinds[0].index
+    # jnp's indexing compares indices with 0, and adds the size to the negative ones.
     if name == "lt" and kinds[0].index == "own" and kinds[1].zero:
         return "negative"
     if name == "select_n" and kinds[1].index == "own":

@@ -55,6 +55,8 @@ def accumulator(
 ) -> jax.typing.DTypeLike:
     """Returns the dtype in which gradients of dtype ``param`` are summed: ``dtype`` if given, else
     float32 at least."""
+    # Given by DeepSpeed's data_types.grad_accum_dtype. In bfloat16 a sum of 256 equal gradients no
+    # longer grows.
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 

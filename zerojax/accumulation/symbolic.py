@@ -86,8 +86,8 @@ class TracedRows:
 
     @classmethod
     def of(cls, full: int, part: int) -> TracedRows:
-        """Returns the rows to trace a batch of ``full`` rows with, and parts of it; not a single
-        row, because jax traces another program where a dimension has one element."""
+        """Returns the rows to trace a batch of ``full`` rows with, and parts of it."""
+        # Not a single row: jax traces another program where a dimension has one element.
         return cls(full, next(n for n in (part, 2, 3) if n > 1 and n != full))
 
     def size(self, one: int, two: int) -> Size:

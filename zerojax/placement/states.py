@@ -265,7 +265,6 @@ class States:
             tx,
             opened.specs,
             self.mesh,
-            self.axis,
             self.config,
             frozen,
         )

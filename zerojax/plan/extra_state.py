@@ -10,21 +10,21 @@ stages share its stacks of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
+from zerojax.config import ZeroConfig
+from zerojax.devices.mesh import stage_size
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
 from zerojax.plan.stacks import with_stages
-from zerojax.plan.state_sharding import Leaf
-from zerojax.xla.types import Aval, PyTree, Shaped
-
-AtRest: TypeAlias = Callable[[str, Shaped, PartitionSpec | Spec | None], Leaf]
-"""The rule that turns a path, an array and the user's spec into a leaf at rest."""
+from zerojax.xla.types import Aval, PyTree
 
 
 class ParameterForm(NamedTuple):
@@ -32,7 +32,7 @@ class ParameterForm(NamedTuple):
 
     Attributes:
       tree: ``jax.tree.structure`` of the parameters.
-      leaves: The leaf at rest of each, in order.
+      leaves: The leaf of each in device memory, in order.
     """
 
     tree: jax.tree_util.PyTreeDef
@@ -54,32 +54,20 @@ class ExtraState:
 
     Args:
       params: The form of the parameters.
-      at_rest: The rule, ``(path, array, user's spec) -> Leaf``.
-      mesh: The devices.
-      stage: The ZeRO stage.
-      small: The most elements of an array that is replicated for its size.
-      stages: The pipeline stages that share the stacks of layers in this state.
+      mesh, config: See :class:`zerojax.plan.state_sharding.Plan`.
     """
 
-    def __init__(
-        self,
-        params: ParameterForm,
-        at_rest: AtRest,
-        mesh: Mesh,
-        stage: int,
-        small: int,
-        stages: int = 1,
-    ) -> None:
-        self._params, self._at_rest = params, at_rest
-        self._mesh, self._stage, self._small, self._stages = mesh, stage, small, stages
+    def __init__(self, params: ParameterForm, mesh: Mesh, config: ZeroConfig) -> None:
+        self._params, self._mesh, self._config = params, mesh, config
         self._own: dict[str, Spec] = {}
 
     def leaves(self, rest: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Returns the leaf of each array, in the form of ``rest``."""
-        if self._stages > 1:
+        stages = stage_size(self._mesh)
+        if stages > 1 and not self._params.leaves:
             arrays = jax.tree_util.tree_leaves_with_path(rest)
             given = [layout.full(None, len(x.shape)) for _, x in arrays]
-            own = with_stages(rest, given, self._stages)
+            own = with_stages(rest, given, stages)
             paths = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in arrays]
             self._own = dict(zip(paths, own, strict=True))
         return {name: self._below(name, value, _names(name)) for name, value in rest.items()}
@@ -109,30 +97,26 @@ class ExtraState:
     def _copy(self, path: str, value: PyTree) -> PyTree:
         arrays, tree = jax.tree.flatten(value)
         copies = [
-            Leaf.of(
-                leaf.path.replace("params", path, 1),
-                x,
-                leaf.spec,
-                leaf.own_spec,
-                leaf.reason,
-                self._mesh,
-            )
+            dataclasses.replace(leaf, path=leaf.path.replace("params", path, 1), dtype=x.dtype)
             for x, leaf in zip(arrays, self._params.leaves, strict=True)
         ]
         return jax.tree.unflatten(tree, copies)
 
     def _array(self, path: str, x: Aval, of_optimizer: bool) -> Leaf:
         if reason := self._why_replicated(x, of_optimizer):
-            return Leaf.of(path, x, (), (), reason, self._mesh)
-        return self._at_rest(path, x, self._own.get(path))
+            return Leaf.replicated(path, x, reason)
+        return Leaf.at_rest(path, x, self._own.get(path), self._mesh, self._config)
 
     def _why_replicated(self, x: Aval, of_optimizer: bool) -> str:
+        stage, small = self._config.stage, self._config.small_array_size
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return "keys are replicated"
-        if self._params.leaves and x.size <= self._small:
-            return f"extra state of at most {self._small:,} elements is replicated"
-        if self._stage in (1, 2) and not of_optimizer:
-            return f"stage {self._stage} replicates extra state, stage 3 shards it"
+        if not self._params.leaves:  # all arrays of the state are here
+            return ""
+        if x.size <= small:
+            return f"extra state of at most {small:,} elements is replicated"
+        if stage in (1, 2) and not of_optimizer:
+            return f"stage {stage} replicates extra state, stage 3 shards it"
         return ""
 
 

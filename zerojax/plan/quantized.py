@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig
-from zerojax.devices.mesh import axis_size
+from zerojax.devices.mesh import axis_size, zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.leaf import Leaf
@@ -132,7 +132,7 @@ class QuantizedWeights:
       config: The config of the plan.
       leaves: The compute parameters.
       frozen: The paths of the parameters that the optimizer does not update.
-      mesh, axis: The devices, and the axis over which ZeRO shards.
+      mesh: The devices.
 
     Raises:
       ConfigError: No block of ``zero_quantized_block_size`` elements divides a parameter, or the
@@ -145,9 +145,8 @@ class QuantizedWeights:
         leaves: Sequence[Leaf],
         frozen: Collection[str],
         mesh: Mesh,
-        axis: str,
     ) -> None:
-        self._how, self._mesh, self._axis = sent_formats(config).weights, mesh, axis
+        self._how, self._mesh = sent_formats(config).weights, mesh
         if self._how is not None and self._how.format == "float8_e4m3fn":
             _check_float8(mesh.devices.flat[0])
         self._only = None if config.zero_quantized_weights else frozenset(frozen)
@@ -166,7 +165,7 @@ class QuantizedWeights:
 
     def _block(self, leaf: Leaf) -> tuple[int, ...] | None:
         spec = leaf.full_spec
-        block = block_of(leaf.shape, spec, self._mesh, self._axis, self._how)
+        block = block_of(leaf.shape, spec, self._mesh, zero_axis(self._mesh), self._how)
         block_size = None if self._how is None else self._how.block_size
         if block_size and block is None:
             shard_shape = layout.shard_shape(leaf.shape, spec, self._mesh)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -42,6 +43,7 @@ from zerojax.devices.mesh import (
     joined_axes,
     micro_batch_devices,
     stage_size,
+    zero_axis,
 )
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
@@ -74,26 +76,54 @@ class Plan(Summarized):
     ``str(plan)`` is the table of all parameters; ``repr(plan)`` is short.
 
     Attributes:
-      mesh, axis: the devices, and the axis over which ZeRO shards.
+      mesh: the devices.
       config: the config that the plan follows.
-      params, grads, opt_state, step, rest: trees of ``PartitionSpec`` at rest. ``grads`` has the
-        specs in which gradients are accumulated.
-      leaves: the leaves of ``params``, ``opt_state`` and ``rest`` as flat tuples, with reasons.
+      parts: the leaf of each array at rest, in the form of the state's parts.
       compute: the parameters as the step computes with them, in the order of ``params``.
       quantized: the compute parameters that are gathered in low-bit blocks (qwZ).
     """
 
     mesh: Mesh
-    axis: str
     config: ZeroConfig
-    params: PyTree
-    grads: PyTree
-    opt_state: PyTree
-    step: PyTree
-    rest: PyTree
-    leaves: dict[str, tuple[Leaf, ...]]
+    parts: Parts
     compute: tuple[Leaf, ...]
     quantized: QuantizedWeights
+
+    @functools.cached_property
+    def axis(self) -> str:
+        """The axis over which ZeRO shards."""
+        return zero_axis(self.mesh)
+
+    @functools.cached_property
+    def params(self) -> PyTree:
+        """The ``PartitionSpec`` of each parameter at rest."""
+        return _specs(self.parts.params)
+
+    @functools.cached_property
+    def grads(self) -> PyTree:
+        """The ``PartitionSpec`` in which each gradient is accumulated."""
+        return _specs(self.parts.params, "own_spec" if self.config.stage < 2 else "spec")
+
+    @functools.cached_property
+    def opt_state(self) -> PyTree:
+        """The ``PartitionSpec`` of each array of the optimizer state at rest."""
+        return _specs(self.parts.opt_state)
+
+    @functools.cached_property
+    def step(self) -> PartitionSpec:
+        """The ``PartitionSpec`` of the step counter."""
+        return self.parts.step.spec  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def rest(self) -> PyTree:
+        """The ``PartitionSpec`` of each array of the other state at rest."""
+        return _specs(self.parts.rest)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, tuple[Leaf, ...]]:
+        """The leaves of ``params``, ``opt_state`` and ``rest`` in order, with reasons."""
+        groups = {name: getattr(self.parts, name) for name in ("params", "opt_state", "rest")}
+        return {name: tuple(jax.tree.leaves(group)) for name, group in groups.items()}
 
     @property
     def bytes_per_device(self) -> int:
@@ -102,9 +132,7 @@ class Plan(Summarized):
 
     def all_leaves(self) -> list[Leaf]:
         """Returns the leaves of all parts of the state, in order."""
-        step = Leaf("step", (), jnp.dtype(jnp.int32), self.step, self.step, "", 4, 4)
-        leaves = self.leaves
-        return [*leaves["params"], *leaves["opt_state"], step, *leaves["rest"]]
+        return jax.tree.leaves(self.parts)
 
     def bytes_in(self, place: str) -> int:
         """Returns the bytes per device of the state at rest in ``place``."""
@@ -154,17 +182,8 @@ class Plan(Summarized):
     def shardings(self) -> Parts:
         """Returns the :class:`jax.sharding.NamedSharding` of every array, in the form of the
         state's parts. A leaf on disk has the sharding in which it is sent to the device."""
-
-        def placed(specs: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-            tree = jax.tree.structure(specs, is_leaf=_is_spec)
-            return jax.tree.unflatten(tree, [self.sharding(leaf) for leaf in leaves])
-
-        return Parts(
-            placed(self.params, self.leaves["params"]),
-            placed(self.opt_state, self.leaves["opt_state"]),
-            NamedSharding(self.lowering_mesh, self.step),
-            placed(self.rest, self.leaves["rest"]),
-        )
+        shardings: Parts = jax.tree.map(self.sharding, self.parts)
+        return shardings
 
     def at_rest(self, parts: Parts) -> Parts:
         """Pads the arrays of a state to their shapes at rest; call under ``jit``."""
@@ -221,9 +240,7 @@ class Plan(Summarized):
 
     def on_device(self, specs: PyTree) -> PyTree:
         """Turns a tree of specs into shardings in device memory."""
-        return jax.tree.map(
-            lambda spec: layout.sharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec
-        )
+        return jax.tree.map(lambda spec: layout.sharding(self.lowering_mesh, spec), specs)
 
     @property
     def lowering_mesh(self) -> Any:
@@ -330,14 +347,12 @@ class Plan(Summarized):
     @functools.cached_property
     def live(self) -> Live:
         """The compute parameters that stay gathered for an entire update."""
-        return Live(self.config, self.compute, self.mesh, self.axis)
+        return Live(self.config, self.compute, self.mesh)
 
     def secondary(self) -> tuple[Leaf, ...]:
         """Returns the compute parameters as one partition stores them during a step (hpZ)."""
         return tuple(
-            dataclasses.replace(
-                Leaf.of(leaf.path, leaf, spec, leaf.own_spec, "", self.mesh), place=leaf.place
-            )
+            leaf.with_spec(spec, self.mesh)
             for leaf in self.compute
             if (spec := self.secondary_spec(leaf)) is not None
         )
@@ -363,17 +378,17 @@ class Plan(Summarized):
         parameters at rest.
 
         The gradient of an offloaded parameter is sent to host memory."""
-        specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)
+        at_rest = self.leaves["params"]
+        forms = (
+            [leaf.with_spec(leaf.own_spec, self.mesh, leaf.reason) for leaf in at_rest]
+            if self.config.stage < 2
+            else at_rest
+        )
         return tuple(
-            dataclasses.replace(
-                Leaf.of(leaf.path, leaf, spec, leaf.own_spec, leaf.reason, self.mesh),
-                place=DEVICE if compute_leaf.place == DEVICE else HOST,
-            )
-            for leaf, spec, compute_leaf in zip(
-                self.leaves["params"], specs, self.compute, strict=True
-            )
+            dataclasses.replace(form, place=DEVICE if leaf.place == DEVICE else HOST)
+            for form, leaf in zip(forms, self.compute, strict=True)
         )
 
 
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
+def _specs(leaves: PyTree, name: str = "spec") -> PyTree:
+    return jax.tree.map(operator.attrgetter(name), leaves)

@@ -52,8 +52,8 @@ from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import is_small
-from zerojax.plan.short import Summarized, Summary, Table, leaves_table
 from zerojax.plan.stored import pad, unwrap_stored, user_leaf
+from zerojax.plan.table import Summarized, Summary, Table, leaves_table
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
 from zerojax.xla.types import PyTree
@@ -67,6 +67,9 @@ DTYPES: dict[str | None, DTypeLike | None] = {
     "fp16": jnp.float16,
 }
 """Dtypes by their names in the config."""
+
+MUCH = 2**26
+"""Bytes of replicated extra state up to which zerojax gives no warning."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,12 +139,7 @@ class Plan(Summarized):
 
     def bytes_in(self, place: str) -> int:
         """Returns the bytes per device of the state at rest in ``place``."""
-        return sum(
-            leaf.bytes_per_device
-            for group in self.leaves.values()
-            for leaf in group
-            if leaf.place == place
-        )
+        return sum(table.bytes_in(place, group) for group in self.leaves.values())
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -151,16 +149,14 @@ class Plan(Summarized):
     @property
     def lost(self) -> str:
         """A sentence on the bytes that each device holds beyond its share; empty for none."""
-        affected = [leaf for leaf in self.all_leaves() if leaf.lost]
+        leaves = self.all_leaves()
+        affected = [leaf for leaf in leaves if leaf.lost]
         if not affected:
             return ""
-        lost, largest = (
-            sum(leaf.lost for leaf in affected),
-            max(affected, key=lambda leaf: leaf.lost),
-        )
-        total = sum(leaf.bytes_per_device for leaf in self.all_leaves())
+        largest = max(affected, key=lambda leaf: leaf.lost)
         return (
-            f"{table.size(lost)} of each device's {table.size(total)} is beyond "
+            f"{table.size(sum(leaf.lost for leaf in affected))} of each device's "
+            f"{table.size(sum(leaf.bytes_per_device for leaf in leaves))} is beyond "
             f"its share: {len(affected)} arrays have no dimensions that all of "
             f"{axis_size(self.mesh, self.axis)} devices divide, the largest {largest.path} "
             f"{largest.shape}"
@@ -168,10 +164,18 @@ class Plan(Summarized):
 
     @property
     def replicated_state(self) -> str:
-        """A sentence on the extra state that every device replicates; empty if that state is small
-        or no devices could share it."""
-        shared = self.config.stage > 0 and axis_size(self.mesh, self.axis) > 1
-        return table.replicated_state(self.leaves["rest"]) if shared else ""
+        """A sentence on the extra state that every device replicates; empty if that state is below
+        ``MUCH`` or no devices could share it."""
+        replicated = [x for x in self.leaves["rest"] if x.reason and not x.sharded and x.bytes]
+        n_bytes = sum(leaf.bytes_per_device for leaf in replicated)
+        if n_bytes < MUCH or not self.config.stage or axis_size(self.mesh, self.axis) == 1:
+            return ""
+        largest = max(replicated, key=lambda leaf: leaf.bytes_per_device)
+        return (
+            f"{table.size(n_bytes)} of state beside the parameters is replicated on each device: "
+            f"{len(replicated)} arrays, the largest {largest.path} {largest.shape} "
+            f"({largest.reason})"
+        )
 
     @property
     def streamed(self) -> list[bool]:
@@ -275,14 +279,14 @@ class Plan(Summarized):
 
     def _groups(self) -> dict[str, Sequence[Leaf]]:
         """Returns the leaves by group, see ``table.GROUPS``."""
-        at_rest = {
+        return {
             "params": self.leaves["params"],
             "grads": self.gradients(),
             "compute": self.copies(),
             "secondary": self.secondary(),
             "live": self.live.leaves,
+            **self.leaves,
         }
-        return {**at_rest, **self.leaves}
 
     def _title(self) -> str:
         """Returns the stage and the devices, then warnings on what cannot be sharded."""

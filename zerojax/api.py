@@ -88,7 +88,6 @@ class Zero(Summarized):
         self.states: States = States(
             config,
             self.mesh,
-            axis,
             specs,
             params,
         )

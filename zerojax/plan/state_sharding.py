@@ -52,7 +52,7 @@ from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import is_small
-from zerojax.plan.stored import pad, unwrap_stored, user_leaf
+from zerojax.plan.stored import pad, unpad, unwrap_stored, user_leaf
 from zerojax.plan.table import Summarized, Summary, Table, leaves_table
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
@@ -201,8 +201,7 @@ class Plan(Summarized):
         """Removes the padding of one array, sharded as the leaf is; call under ``jit``."""
         if leaf.even:
             return x
-        sliced = x[tuple(map(slice, leaf.shape))]
-        return lax.with_sharding_constraint(sliced, self.sharding(leaf))
+        return lax.with_sharding_constraint(unpad(x, leaf.shape), self.sharding(leaf))
 
     def stored(self, state: Tree) -> Tree:
         """Replaces the leaves of a state that the user sees by their arrays at rest."""

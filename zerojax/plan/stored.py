@@ -52,13 +52,11 @@ class StoredArray:
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # == is element by element
 
     def __init__(self, stored: Any, shape: Sequence[int]) -> None:
-        self.stored: Any
-        self.shape: tuple[int, ...]
-        self.dtype: np.dtype
-        self.ndim: int
-        self.size: int
-        self.stored, self.shape, self.dtype = stored, tuple(shape), stored.dtype
-        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.stored: Any = stored
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype: np.dtype = stored.dtype
+        self.ndim: int = len(self.shape)
+        self.size: int = math.prod(self.shape)
         self.nbytes: int = self.size * self.dtype.itemsize
         self.is_fully_addressable: bool = stored.is_fully_addressable
 
@@ -93,11 +91,11 @@ class StoredArray:
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
         return cast(
             jax.Array,
-            jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape),
+            jax.jit(unpad, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape),
         )
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        values = np.asarray(_cut(np.asarray(self.stored), self.shape), dtype)
+        values = np.asarray(unpad(np.asarray(self.stored), self.shape), dtype)
         return values.copy() if copy else values
 
     def __jax_array__(self) -> jax.Array:
@@ -123,7 +121,7 @@ class StoredArray:
         )
 
 
-def _cut(x: Arr, shape: tuple[int, ...]) -> Arr:
+def unpad(x: Arr, shape: tuple[int, ...]) -> Arr:
     """Removes the padding from an array of ``shape``."""
     return x[tuple(map(slice, shape))]
 

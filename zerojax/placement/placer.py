@@ -57,7 +57,7 @@ class Placer:
         Raises:
           DiskError: the disk cannot be used.
         """
-        return _open_store(self._sections[0])
+        return self._open(self._sections[0])
 
     @cached_property
     def copies_store(self) -> DiskStore:
@@ -67,9 +67,13 @@ class Placer:
         Raises:
           DiskError: the disk cannot be used.
         """
-        if len({_folder(section) for section in self._sections}) < 2:
-            return self.store
-        return _open_store(self._sections[-1])
+        folders = {Path(x.nvme_path or "").expanduser().resolve() for x in self._sections}
+        return self.store if len(folders) < 2 else self._open(self._sections[-1])
+
+    @staticmethod
+    def _open(section: OffloadOptimizer | OffloadParam) -> DiskStore:
+        assert section.nvme_path is not None
+        return DiskStore(section.nvme_path, buffer_count=section.buffer_count)
 
     def reserve(self, plan: Plan) -> None:
         """Checks that the disks have room for a state's leaves and compute parameters on disk.
@@ -163,16 +167,6 @@ class Placer:
             for i in batch:
                 placed.append(self.put(arrays.pop(0), shardings[i], leaves[i]))
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
-
-
-def _open_store(section: OffloadOptimizer | OffloadParam) -> DiskStore:
-    assert section.nvme_path is not None
-    return DiskStore(section.nvme_path, buffer_count=section.buffer_count)
-
-
-def _folder(section: OffloadOptimizer | OffloadParam) -> Path:
-    assert section.nvme_path is not None
-    return Path(section.nvme_path).expanduser().resolve()
 
 
 def _batches(leaves: Sequence[Leaf]) -> list[range]:

@@ -105,27 +105,22 @@ class States:
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """Wraps ``tx`` with the config's features; returns the same object for the same ``tx``."""
         if tx not in self._wrapped:
-            if not self._wrapped:
-                self._warn_unused()
+            named = {"optimizer": self.config.optimizer, "scheduler": self.config.scheduler}
+            unused = [f"{name} ({x.type})" for name, x in named.items() if x is not None]
+            if unused and not self._wrapped:
+                remedy = (
+                    "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
+                    if named["optimizer"] is None
+                    else "zero.optimizer()"
+                )
+                log.warning(
+                    "the config's %s has no effect: the state has its own optimizer. Create the "
+                    "state with %s to use the config's.",
+                    " and ".join(unused),
+                    remedy,
+                )
             self._wrapped[tx] = wrap(tx, **features(self.config))
         return self._wrapped[tx]
-
-    def _warn_unused(self) -> None:
-        optimizer = self.config.optimizer
-        given = {"optimizer": optimizer, "scheduler": self.config.scheduler}
-        unused = " and ".join(f"{name} ({x.type})" for name, x in given.items() if x is not None)
-        if unused:
-            remedy = (
-                "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
-                if optimizer is None
-                else "zero.optimizer()"
-            )
-            log.warning(
-                "the config's %s has no effect: the state has its own optimizer. Create the state "
-                "with %s to use the config's.",
-                unused,
-                remedy,
-            )
 
     def open(self, objects: tuple[PyTree, ...]) -> OpenedState:
         """Splits a state, one ``TrainState``, NNX objects or any pytree, and wraps the optimizer.

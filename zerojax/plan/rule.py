@@ -94,9 +94,8 @@ class Cut(NamedTuple):
     def nests(self, shard_shape: Sequence[int], partition: int) -> bool:
         """Returns whether a partition's devices can hold equal secondary shards without padding."""
         inner = self.inner(partition)
-        exact = [shard_shape[d] % n == 0 for d, n in self.slices]
         return math.prod(inner) == partition and all(
-            k == 1 or divides for k, divides in zip(inner, exact, strict=True)
+            k == 1 or shard_shape[d] % n == 0 for k, (d, n) in zip(inner, self.slices, strict=True)
         )
 
     def padded(self, shard_shape: Sequence[int]) -> int:
@@ -156,12 +155,9 @@ def shard_spec(
     n_slices = math.prod(k for _, k in cut.slices)
     reason = ""
     if n_slices < n:
-        shape_text = str(tuple(shape))
-        described = (
-            shape_text
-            if shard_shape == tuple(shape)
-            else f"{shard_shape}, a shard of {shape_text},"
-        )
+        described = f"{tuple(shape)}"
+        if shard_shape != tuple(shape):
+            described = f"{shard_shape}, a shard of {described},"
         reason = f"{described} divides by {n_slices} of {n}"
         if n_slices == 1:
             reason = f"no dimension of {described} is divisible by {n}"
@@ -217,13 +213,13 @@ def _best(
         return Cut(())
     cuts = [cut for cut in cuts if cut.nests(shard_shape, partition)] or cuts
     least = min(cut.share(shard_shape) for cut in cuts)
-    candidates = [
-        c for c in cuts if c.share(shard_shape) <= _NEAR * max(least, math.prod(shard_shape) / n)
-    ]
-    return min(
-        candidates,
-        key=lambda cut: (cut.padded(shard_shape), len(cut.slices), -_smallest(shard_shape, cut)),
-    )
+    most = _NEAR * max(least, math.prod(shard_shape) / n)
+
+    def cost(cut: Cut) -> tuple[int, ...]:
+        smallest_extent = min(shard_shape[d] // k for d, k in cut.slices)
+        return cut.padded(shard_shape), len(cut.slices), -smallest_extent
+
+    return min((cut for cut in cuts if cut.share(shard_shape) <= most), key=cost)
 
 
 def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cut]:
@@ -235,11 +231,6 @@ def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cu
             for k in _divisors(n_slices):
                 if 1 < k < n_slices:
                     yield Cut(((outer, k), (inner, n_slices // k)))
-
-
-def _smallest(shard_shape: Sequence[int], cut: Cut) -> int:
-    """Returns the smallest extent of a device's shard along the dimensions that are cut."""
-    return min(shard_shape[d] // k for d, k in cut.slices)
 
 
 def _is_stack(shard_shape: Sequence[int], d: int) -> bool:

@@ -253,8 +253,17 @@ class Plan(Summarized):
         return self.mesh.abstract_mesh if virtual else self.mesh
 
     def table(self) -> str:
-        """Lists every parameter with its spec, bytes per device and, if replicated, the reason."""
+        """Lists every parameter and every other large array with its spec, bytes per device and, if
+        replicated, the reason; then the totals, and notes on what changes the numbers."""
         config, groups = self.config, self._groups()
+        large = [x for x in groups["rest"] if math.prod(x.shape) > config.small_array_size]
+        listed = [*groups["params"], *large]
+        rows = [table.HEADS, *(table.cells([leaf]) for leaf in listed)]
+        if any(leaf.place != DEVICE for leaves in groups.values() for leaf in leaves):
+            places = ["in", *(leaf.place for leaf in listed)]
+            rows = [(*row[:-1], place, row[-1]) for row, place in zip(rows, places, strict=True)]
+        totals = table.totals_rows(groups)
+        right = range(1, len(totals[0]))
         notes = [
             f"{note.key} = {note.value} ({note.status}: {note.reason})"
             for note in config.notes
@@ -264,8 +273,8 @@ class Plan(Summarized):
         platform = self.mesh.devices.flat[0].platform
         if config.xla_options and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
-        small = self.config.small_array_size
-        return table.render(self._title(), groups, [self._total(), *notes], small)
+        tables = [*table.columns(rows, right=(4,)), "", *table.columns(totals, right=right)]
+        return "\n".join([self._title(), "", *tables, "", self._total(), *notes])
 
     __str__ = table
 

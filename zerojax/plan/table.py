@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -123,12 +122,12 @@ def leaves_table(leaves: Iterable[Leaf]) -> Table:
     rows: list[Row] = [(HEADS[0], "arrays", *HEADS[1:])]
     for group in groups.values():
         if id(group) in kept:
-            path, *cells = _row(group)
-            rows.append((path, f"{len(group):,}", *cells))
+            path, *others = cells(group)
+            rows.append((path, f"{len(group):,}", *others))
     return Table(rows, right=(1, 5), more=len(groups) - len(kept))
 
 
-def _row(leaves: Sequence[Leaf]) -> Row:
+def cells(leaves: Sequence[Leaf]) -> Row:
     """Returns the cells of equal arrays under ``HEADS``."""
     leaf = leaves[0]
     return (
@@ -139,31 +138,6 @@ def _row(leaves: Sequence[Leaf]) -> Row:
         size(sum(each.bytes_per_device for each in leaves)),
         leaf.reason,
     )
-
-
-def render(
-    title: str,
-    groups: Mapping[str, Sequence[Leaf]],
-    notes: Sequence[str],
-    small: int,
-) -> str:
-    """Renders a plan as text: every parameter and every other large array, the totals, the notes.
-
-    Args:
-      title: the first line.
-      groups: the plan's leaves by group, see ``GROUPS``.
-      notes: further lines, on what changes the numbers.
-      small: the most elements of an array that is not large.
-    """
-    listed = [*groups["params"], *(x for x in groups["rest"] if math.prod(x.shape) > small)]
-    rows = [HEADS, *(_row([leaf]) for leaf in listed)]
-    if any(leaf.place != "device" for leaves in groups.values() for leaf in leaves):
-        places = ["in", *(leaf.place for leaf in listed)]
-        rows = [(*row[:-1], place, row[-1]) for row, place in zip(rows, places, strict=True)]
-    totals = totals_rows(groups)
-    right = range(1, len(totals[0]))
-    lines = [title, "", *columns(rows, right=(4,)), "", *columns(totals, right=right)]
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
 def totals_rows(groups: Mapping[str, Sequence[Leaf]]) -> list[Row]:

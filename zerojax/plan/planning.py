@@ -30,7 +30,7 @@ from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.stacks import with_stages
 from zerojax.plan.state_sharding import DTYPES, Plan
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla.types import Aval, PyTree, Shaped
+from zerojax.xla.types import Aval, PyTree
 
 
 def make_plan(
@@ -108,59 +108,45 @@ def _optimizer_leaves(
     parameters shards all others: arrays of another shape, and all arrays of an optimizer that hides
     from optax what they are.
     """
-    # Pairs carry the path of each leaf into the function that optax maps over the tree.
-    paths = jax.tree_util.tree_map_with_path(
-        lambda path, x: (_shown_path(path), x), parts.opt_state
-    )
     params = jax.tree.unflatten(form.tree, map(_with_place, form.leaves, moments))
+    # In place of the arrays, as optax maps no path: a leaf has the path of its array.
+    arrays = jax.tree_util.tree_map_with_path(
+        lambda path, x: Leaf.replicated(_shown_path(path), x, "belongs to no parameter"),
+        parts.opt_state,
+    )
 
-    def parameter_leaf(pair: PyTree, param: Leaf) -> PyTree:
-        if not _is_pair(pair):
-            return pair  # optax.masked puts a node without arrays for parameters it skips
-        path, x = pair
-        if tuple(x.shape) == param.shape:
-            return dataclasses.replace(param, path=path, dtype=x.dtype)
+    def owned(leaf: PyTree, param: Leaf) -> PyTree:
+        if not isinstance(leaf, Leaf):
+            return leaf  # optax.masked puts a node without arrays for parameters it skips
+        if leaf.shape == param.shape:
+            return dataclasses.replace(param, path=leaf.path, dtype=leaf.dtype)
         # Factored statistics have a shape of their own.
-        return _with_place(Leaf.at_rest(path, x, None, mesh, config), param.place)
+        return _with_place(Leaf.at_rest(leaf.path, leaf, None, mesh, config), param.place)
 
-    def unowned_leaf(pair: tuple[str, Shaped]) -> Leaf:
+    def unowned(leaf: Leaf) -> Leaf:
         """Plans an array of no known parameter, in the place of most moments."""
-        leaf = Leaf.at_rest(*pair, None, mesh, config)
+        leaf = Leaf.at_rest(leaf.path, leaf, None, mesh, config)
         return _with_place(leaf, max(moments, key=moments.count)) if leaf.shape else leaf
 
     def is_copy(node: PyTree) -> bool:
-        arrays = jax.tree.map(lambda pair: pair[1], node, is_leaf=_is_pair)
-        return form.holds(arrays, shapes=False)
+        return form.holds(node, shapes=False)
 
     def by_form(node: PyTree) -> PyTree:
-        if is_copy(node):
-            return jax.tree.map(parameter_leaf, node, params, is_leaf=_is_pair)
-        return unowned_leaf(node)
+        return jax.tree.map(owned, node, params) if is_copy(node) else unowned(node)
 
     if tx is None:
-        return jax.tree.map(by_form, paths, is_leaf=lambda x: _is_pair(x) or is_copy(x))
+        return jax.tree.map(by_form, arrays, is_leaf=is_copy)
     try:
         return optax.tree.map_params(
-            tx,
-            parameter_leaf,
-            paths,
-            params,
-            transform_non_params=lambda p: Leaf.replicated(p[0], p[1], "belongs to no parameter"),
-            is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
+            tx, owned, arrays, params, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
         )
     except (AttributeError, IndexError, TypeError, ValueError):
         # Some transformations (adafactor, lbfgs) hide from optax which parameter owns a leaf.
-        return jax.tree.map(unowned_leaf, paths, is_leaf=_is_pair)
+        return jax.tree.map(unowned, arrays)
 
 
 def _with_place(leaf: Leaf, place: str) -> Leaf:
     return dataclasses.replace(leaf, place=place)
-
-
-def _is_pair(x: object) -> bool:
-    return (
-        isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) and not hasattr(x, "_fields")
-    )
 
 
 class ParameterForm(NamedTuple):
@@ -206,7 +192,7 @@ class ExtraState:
             own = with_stages(rest, given, stages)
             paths = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in arrays]
             self._own = dict(zip(paths, own, strict=True))
-        return {name: self._below(name, value, _names(name)) for name, value in rest.items()}
+        return {name: self._below(name, value, False) for name, value in rest.items()}
 
     def _below(self, path: str, value: PyTree, of_optimizer: bool) -> PyTree:
         """Returns the leaves below one node of the state.
@@ -215,20 +201,22 @@ class ExtraState:
           path: The path of the node.
           of_optimizer: Whether it belongs to an optimizer.
         """
-        if self._params.holds(value):
-            return self._copy(path, value)
-        if jax.tree_util.all_leaves([value]):
-            return self._array(path, value, of_optimizer)
-        of_optimizer = of_optimizer or is_optimizer_state(value)
-        # One level of the tree: to JAX, all nodes but this one are leaves.
-        children, tree = jax.tree_util.tree_flatten_with_path(
-            value, is_leaf=lambda x: x is not value
+        holds = self._params.holds
+
+        def enters(node: PyTree) -> bool:
+            return not of_optimizer and is_optimizer_state(node)
+
+        def plan(keys: tuple[object, ...], node: PyTree) -> PyTree:
+            at = path + jax.tree_util.keystr(keys)
+            if holds(node):
+                return self._copy(at, node)
+            if enters(node):
+                return self._below(at, node, True)
+            return self._array(at, node, of_optimizer or "opt_state" in at)
+
+        return jax.tree_util.tree_map_with_path(
+            plan, value, is_leaf=lambda node: holds(node) or enters(node)
         )
-        child_leaves = []
-        for keys, child in children:
-            key = jax.tree_util.keystr(keys)
-            child_leaves.append(self._below(path + key, child, of_optimizer or _names(key)))
-        return jax.tree.unflatten(tree, child_leaves)
 
     def _copy(self, path: str, value: PyTree) -> PyTree:
         arrays, tree = jax.tree.flatten(value)
@@ -260,8 +248,3 @@ def is_optimizer_state(value: PyTree) -> bool:
     """Returns whether a node is the state of an optax transformation."""
     # optax's states have no class in common: they are NamedTuples of its modules.
     return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"
-
-
-def _names(key: str) -> bool:
-    """Returns whether a field or a key is named after an optimizer's state."""
-    return "opt_state" in key

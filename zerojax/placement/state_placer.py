@@ -169,6 +169,7 @@ def _is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     x = unwrap_stored(x)
     return (
         isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
+        # By ==, P("data") and P("data", None) would differ.
         and x.sharding.is_equivalent_to(sharding, x.ndim)
         and x.sharding.memory_kind == sharding.memory_kind
         and isinstance(x, DiskArray) == (leaf.place == DISK)

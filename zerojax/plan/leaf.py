@@ -87,6 +87,7 @@ class Leaf:
     @functools.cached_property
     def padded(self) -> tuple[int, ...]:
         """The shape at rest: dimensions are padded with zeros to give equal shards."""
+        # NamedSharding.shard_shape and jit refuse a dimension that does not divide.
         return tuple(-(-n // k) * k for n, k in zip(self.shape, self.slices, strict=True))
 
     @property
@@ -126,6 +127,7 @@ class Leaf:
 
 
 def _trimmed(spec: Spec) -> PartitionSpec:
+    # To JAX, P("data") and P("data", None) are unequal, although they shard alike.
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

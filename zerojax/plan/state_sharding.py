@@ -81,7 +81,8 @@ class Plan(Summarized):
     Attributes:
       mesh: the devices.
       config: the config that the plan follows.
-      parts: the leaf of each array at rest, in the form of the state's parts.
+      parts: the leaf of each array at rest, in the form of the state's parts. A leaf is no node of
+        a pytree, so that ``jax.tree.map`` maps leaves as it maps arrays.
       compute: the parameters as the step computes with them, in the order of ``params``.
       quantized: the compute parameters that are gathered in low-bit blocks (qwZ).
     """
@@ -218,7 +219,8 @@ class Plan(Summarized):
     def results(self, out: PyTree) -> PyTree:
         """Constrains the further results of a user's function; call under ``jit``.
 
-        ``jit`` cannot infer the sharding of a result computed from an array on a divided mesh.
+        A result computed from an array on a divided mesh would be on that mesh too, and its spec
+        would name parts of axes that the user's mesh does not have.
         """
         if not any(leaf.divided for leaf in self.all_leaves()):
             return out

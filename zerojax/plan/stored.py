@@ -2,9 +2,9 @@
 to equal shards, or sharded along two dimensions by the factors of an axis.
 
 JAX has only equal shards: 4096 rows over 24 devices are stored as 24 shards of 171 rows, of which
-the last 8 rows are zeros. JAX also does not combine arrays on a mesh whose axes are divided into
-factors with arrays on the undivided mesh. Steps and users compute with the array in its own shape:
-they see neither the padding nor the divided mesh.
+the last 8 rows are zeros. The spec of an array that is sharded by factors names parts of axes, on a
+mesh whose axes are divided, and what JAX computes from the array has such a spec too. Steps and
+users compute with the array in its own shape: they see neither the padding nor the divided mesh.
 """
 
 from __future__ import annotations

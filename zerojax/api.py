@@ -33,8 +33,8 @@ from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
-from zerojax.plan.short import Summarized, Summary, first_rows
 from zerojax.plan.state_sharding import DTYPES, Plan
+from zerojax.plan.table import Summarized, Summary, first_rows
 from zerojax.step.arguments import Arguments, slots
 from zerojax.step.call import Further, RearrangedFunction
 from zerojax.step.decorated import Decorated, P, R
@@ -88,7 +88,6 @@ class Zero(Summarized):
         self.states: States = States(
             config,
             self.mesh,
-            axis,
             specs,
             params,
         )

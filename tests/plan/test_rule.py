@@ -1,9 +1,9 @@
 """Which dimension of an array is sharded, and why one is replicated."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
-import jax
 import pytest
 from jax.sharding import AbstractMesh
 from jaxprs import Spec
@@ -12,6 +12,7 @@ import zerojax
 from zerojax.plan import layout
 from zerojax.plan.rule import SMALL, ShardSpec, check_own_spec, is_small, shard_spec
 
+CONFIG = zerojax.ZeroConfig(stage=3, stage3_param_persistence_threshold=0)
 MESH = zerojax.mesh(axes={"data": 4, "model": 2})
 
 
@@ -33,7 +34,7 @@ MESH = zerojax.mesh(axes={"data": 4, "model": 2})
 def test_the_largest_free_dimension_that_divides(
     shape: tuple[int, ...], own: Spec, spec: Spec
 ) -> None:
-    assert shard_spec(shape, own, MESH, "data", 0) == ShardSpec(spec, "")
+    assert shard_spec(shape, own, MESH, CONFIG) == ShardSpec(spec, "")
 
 
 @pytest.mark.parametrize(
@@ -54,9 +55,9 @@ def test_the_largest_free_dimension_that_divides(
 def test_the_order_of_pieces_in_partitions(
     devices: int, partition: int, shape: tuple[int, ...], spec: Spec
 ) -> None:
-    mesh: Any = jax.sharding.AbstractMesh((devices,), ("data",))
-    own = (None,) * len(shape)
-    assert shard_spec(shape, own, mesh, "data", 0, partition=partition) == ShardSpec(spec, "")
+    mesh: Any = AbstractMesh((devices,), ("data",))
+    config = replace(CONFIG, zero_hpz_partition_size=partition)
+    assert shard_spec(shape, (None,) * len(shape), mesh, config) == ShardSpec(spec, "")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,8 @@ def test_the_order_of_pieces_in_partitions(
 def test_replicated_with_a_reason(
     shape: tuple[int, ...], own: Spec, smallest: int, reason: str
 ) -> None:
-    found = shard_spec(shape, own, MESH, "data", smallest)
-    assert (found.spec, found.reason) == (own, reason)
+    config = replace(CONFIG, stage3_param_persistence_threshold=smallest)
+    assert shard_spec(shape, own, MESH, config)[:2] == (own, reason)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_replicated_with_a_reason(
 )
 def test_where_no_dimension_divides(shape: tuple[int, ...], devices: int, spec: Spec) -> None:
     mesh: Any = AbstractMesh((devices,), ("data",))
-    assert shard_spec(shape, (None,) * len(shape), mesh, "data", 0).spec == spec
+    assert shard_spec(shape, (None,) * len(shape), mesh, CONFIG).spec == spec
 
 
 def gpt2_xl(vocabulary: int) -> list[tuple[int, ...]]:
@@ -129,14 +130,13 @@ def test_within_five_percent_of_an_equal_share(devices: int, vocabulary: int) ->
         llama(80, 8192, 28672, 1024, vocabulary),
     ]
     for shapes in [*models, *map(stacked, models)]:
-        specs = [shard_spec(s, (None,) * len(s), mesh, "data", 0).spec for s in shapes]
+        specs = [shard_spec(s, (None,) * len(s), mesh, CONFIG).spec for s in shapes]
         pieces = [layout.shard_shape(s, spec, mesh) for s, spec in zip(shapes, specs, strict=True)]
         assert sum(map(math.prod, pieces)) * devices <= 1.05 * sum(map(math.prod, shapes))
 
 
 def test_an_axis_of_one_device_shards_nothing() -> None:
-    mesh = zerojax.mesh(axes={"data": 1, "model": 8})
-    found = shard_spec((8, 8), (None, None), mesh, "data", 0)
+    found = shard_spec((8, 8), (None, None), zerojax.mesh(axes={"data": 1, "model": 8}), CONFIG)
     assert found == ShardSpec((None, None), "the 'data' axis has one device")
 
 

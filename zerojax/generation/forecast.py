@@ -28,8 +28,7 @@ from zerojax.generation.weights import Weights
 from zerojax.hlo.program import parse
 from zerojax.hlo.work import work_of
 from zerojax.plan import layout
-from zerojax.plan.short import Summarized, Summary, Table
-from zerojax.plan.table import size
+from zerojax.plan.table import Summarized, Summary, Table, size
 from zerojax.xla import compat
 from zerojax.xla.types import PyTree
 

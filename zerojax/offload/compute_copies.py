@@ -107,7 +107,4 @@ class ComputeCopies:
 
 def placement_of(leaf: Leaf) -> ArrayPlacement:
     """Converts a leaf of the plan to what :class:`zerojax.offload.update.Update` takes."""
-    # The dtypes of random keys are JAX's own; numpy has none for them.
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    dtype = leaf.dtype if is_key else jnp.dtype(leaf.dtype)
-    return ArrayPlacement(leaf.shape, dtype, leaf.spec, leaf.place, leaf.padded)
+    return ArrayPlacement(leaf.shape, leaf.dtype, leaf.spec, leaf.place, leaf.padded)

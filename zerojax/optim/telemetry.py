@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
-from zerojax.plan.short import Summarized, Summary, Table
+from zerojax.plan.table import Summarized, Summary, Table
 from zerojax.xla.types import PyTree
 
 

@@ -5,6 +5,5 @@ out. ``states.States``, to be read first, opens, plans and creates states.
 
 - ``state_placer``: the arrays of an existing state, placed for a step or an evaluation.
 - ``placer``: single arrays, put into the places of their leaves; the disks.
-- ``owned``: the arrays that zerojax created, whose memory a step may take over.
-- ``replicated``: the refusal of states with a copy for each device.
+- ``checks``: what is refused before.
 """

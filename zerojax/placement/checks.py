@@ -1,5 +1,5 @@
 """Checks of what a user passes for a state: the function that creates it, the specs of its
-parameters, and its optimizer."""
+parameters, its optimizer, and its arrays."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from zerojax.optim.wrap import ZeroOptState
+from zerojax.xla import compat
 from zerojax.xla.types import PyTree
 
 
@@ -61,3 +62,23 @@ def check_not_within(opt_state: PyTree) -> None:
             "the state's optimizer contains one of zero.optimizer() or zero.wrap(), and would "
             "clip and unscale twice. Wrap only the outermost transformation."
         )
+
+
+def check_one_copy(state: PyTree, cause: Exception | None = None) -> None:
+    """Rejects a state whose arrays have an entry for each device along the leading dimension, as
+    ``pmap`` takes them.
+
+    Args:
+      state: A state, or all arguments of a step whose state is not known.
+      cause: The error that the step raised for these arguments.
+
+    Raises:
+      ValueError: The state has such an array.
+    """
+    for path, x in tree_leaves_with_path(state):
+        if n := compat.entries_by_device(x):
+            raise ValueError(
+                f"{keystr(path)} {x.shape} has an entry for each of {n} devices, as "
+                "from flax.jax_utils.replicate or jax.pmap. Pass "
+                "flax.jax_utils.unreplicate(state), and the batch as [rows, ...]."
+            ) from cause

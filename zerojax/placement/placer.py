@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from zerojax.offload.compute_copies import ComputeCopies
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.store import DiskStore
 from zerojax.offload.groups import ArrayPlacement, disk_chunks
-from zerojax.plan.places import DISK, disk_sections
+from zerojax.plan.places import DISK, disk_sections, offloads
 from zerojax.plan.state_sharding import Leaf, Plan
 from zerojax.plan.stored import StoredArray, pad, user_leaf
 from zerojax.train_state.state_parts import Parts
@@ -57,7 +57,7 @@ class Placer:
         Raises:
           DiskError: the disk cannot be used.
         """
-        return _open_store(self._sections[0])
+        return self._open(self._sections[0])
 
     @cached_property
     def copies_store(self) -> DiskStore:
@@ -67,9 +67,13 @@ class Placer:
         Raises:
           DiskError: the disk cannot be used.
         """
-        if len({_folder(section) for section in self._sections}) < 2:
-            return self.store
-        return _open_store(self._sections[-1])
+        folders = {Path(x.nvme_path or "").expanduser().resolve() for x in self._sections}
+        return self.store if len(folders) < 2 else self._open(self._sections[-1])
+
+    @staticmethod
+    def _open(section: OffloadOptimizer | OffloadParam) -> DiskStore:
+        assert section.nvme_path is not None
+        return DiskStore(section.nvme_path, buffer_count=section.buffer_count)
 
     def reserve(self, plan: Plan) -> None:
         """Checks that the disks have room for a state's leaves and compute parameters on disk.
@@ -77,8 +81,10 @@ class Placer:
         Raises:
           DiskError: a disk has less room, or cannot be used.
         """
+        # At most, as devices may hold the same shard.
+        local = jax.local_device_count() if self._mesh.devices.size > 1 else 1
         state, copies = (
-            sum(self._bytes(leaf) for leaf in leaves if leaf.place == DISK)
+            sum(min(x.bytes, x.bytes_per_device * local) for x in leaves if x.place == DISK)
             for leaves in (plan.all_leaves(), plan.copies())
         )
         if not state and not copies:
@@ -96,14 +102,8 @@ class Placer:
         key = plan.leaves["params"], plan.compute
         copies = self._copies.get(key)
         if copies is None:
-            copies = self._copies[key] = ComputeCopies(plan, self._copy_leaf)
+            copies = self._copies[key] = ComputeCopies(plan, partial(self.disk_leaf, is_copy=True))
         return copies
-
-    def _copy_leaf(
-        self, path: str, shape: Sequence[int], dtype: DTypeLike, sharding: NamedSharding
-    ) -> DiskLeaf:
-        """Creates a leaf on disk for a compute parameter, not yet written."""
-        return self.disk_leaf(path, shape, dtype, sharding, self.copies_store)
 
     def disk_leaf(
         self,
@@ -111,20 +111,24 @@ class Placer:
         shape: Sequence[int],
         dtype: DTypeLike,
         sharding: NamedSharding,
-        store: DiskStore | None = None,
+        *,
+        is_copy: bool = False,
     ) -> DiskLeaf:
-        """Creates a leaf on the disk, not yet written."""
+        """Creates a leaf on the disk of the state, or of the compute parameters for a copy; not yet
+        written."""
         at_rest = tuple(shape)
         placement = ArrayPlacement(at_rest, jnp.dtype(dtype), sharding.spec, DISK, at_rest)
         chunks = disk_chunks(placement, self._mesh, self._config.sub_group_size)
         name = f"{path} ({next(self._number)})"
-        return DiskLeaf(store or self.store, name, shape, dtype, sharding, chunks)
+        store = self.copies_store if is_copy else self.store
+        return DiskLeaf(store, name, shape, dtype, sharding, chunks)
 
     def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> StateArray:
         """Puts an array into the place and the sharding of its leaf in the plan."""
         x = pad(x, leaf.padded)
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
-            # device_put would compare the processes' arrays, and NaN does not equal NaN.
+            # device_put would compare the values across processes, which takes a tenth of a step of
+            # 143 ms, and refuse NaN, which does not equal NaN.
             is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
             values = x if is_key else np.asarray(x)
             x = jax.make_array_from_callback(x.shape, sharding, values.__getitem__)
@@ -139,10 +143,10 @@ class Placer:
     def create_sharded(
         self, make: Callable[..., Parts], args: Sequence[PyTree], plan: Plan, shapes: Parts
     ) -> Parts:
-        """Creates a state a few leaves at a time, so that no device holds much of it.
+        """Creates a state; with offload a few leaves at a time, so that no device holds much of it.
 
         Args:
-          make: Returns the state, under ``jit``.
+          make: Returns the state, jitted: to create a few leaves does not trace it again.
           args: The arguments of ``make``.
           plan: PartitionSpec, place and bytes of every leaf.
           shapes: The results of ``make`` as shapes.
@@ -153,32 +157,18 @@ class Placer:
         leaves, shardings = plan.all_leaves(), jax.tree.leaves(plan.shardings())
         self.reserve(plan)
         placed: list[StateArray] = []
-        for batch in _batches(leaves):
+        for batch in _batches(leaves) if offloads(self._config) else [range(len(leaves))]:
 
             def leaves_of_batch(*args: PyTree, batch: range = batch) -> list[jax.Array]:
                 created = jax.tree.leaves(make(*args))
                 return [pad(created[i], leaves[i].padded) for i in batch]
 
+            # In device memory, from which `put` moves each batch before the next is created.
             on_device = [shardings[i].with_memory_kind(None) for i in batch]
             arrays = jax.jit(leaves_of_batch, out_shardings=on_device)(*args)
             for i in batch:
                 placed.append(self.put(arrays.pop(0), shardings[i], leaves[i]))
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
-
-    def _bytes(self, leaf: Leaf) -> int:
-        """Bounds the bytes on this process's disk from above: devices may hold the same shard."""
-        local = jax.local_device_count() if self._mesh.devices.size > 1 else 1
-        return min(leaf.bytes, leaf.bytes_per_device * local)
-
-
-def _open_store(section: OffloadOptimizer | OffloadParam) -> DiskStore:
-    assert section.nvme_path is not None
-    return DiskStore(section.nvme_path, buffer_count=section.buffer_count)
-
-
-def _folder(section: OffloadOptimizer | OffloadParam) -> Path:
-    assert section.nvme_path is not None
-    return Path(section.nvme_path).expanduser().resolve()
 
 
 def _batches(leaves: Sequence[Leaf]) -> list[range]:

@@ -1,4 +1,4 @@
-"""The placement of a state's arrays: each one where the plan has it."""
+"""The placement of an existing state's arrays: each one where the plan has it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,42 @@ from zerojax.devices.mesh import same_devices
 from zerojax.distributed.equality import require_same_values
 from zerojax.distributed.lockstep import lockstep
 from zerojax.offload.disk.array import DiskArray
-from zerojax.placement.owned import OwnedArrays
+from zerojax.placement.checks import check_one_copy
 from zerojax.placement.placer import Placer, StateArray
-from zerojax.placement.replicated import check_one_copy
 from zerojax.plan import layout
 from zerojax.plan.places import DISK
 from zerojax.plan.state_sharding import Leaf, Plan
 from zerojax.plan.stored import StoredArray, unwrap_stored
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.types import PyTree
+
+FEWEST = 1_000
+"""References between two searches for those whose array is gone."""
+
+
+class OwnedArrays:
+    """Weak references to the arrays that zerojax created for a caller, and that a step may donate;
+    of states that have no other mark of zerojax."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Any]] = []
+        self._limit = FEWEST
+
+    def add(self, tree: PyTree) -> None:
+        """Records the arrays of a state that zerojax returns to a caller."""
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        self.extend([*map(weakref.ref, arrays)])
+
+    def extend(self, references: Sequence[weakref.ref[Any]]) -> None:
+        """Records arrays by weak references to them."""
+        self._references += references
+        if len(self._references) > self._limit:
+            self._references = [ref for ref in self._references if ref() is not None]
+            self._limit = FEWEST + 2 * len(self._references)
+
+    def ids(self) -> set[int]:
+        """Returns the ``id`` of each array."""
+        return {id(x) for ref in self._references if (x := ref()) is not None}
 
 
 class StatePlacer:
@@ -142,6 +169,7 @@ def _is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     x = unwrap_stored(x)
     return (
         isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
+        # By ==, P("data") and P("data", None) would differ.
         and x.sharding.is_equivalent_to(sharding, x.ndim)
         and x.sharding.memory_kind == sharding.memory_kind
         and isinstance(x, DiskArray) == (leaf.place == DISK)

@@ -16,7 +16,15 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import AXIS, REPLICA, STAGE, automatic_context, relabel_arrays, stage_size
+from zerojax.devices.mesh import (
+    AXIS,
+    REPLICA,
+    STAGE,
+    automatic_context,
+    relabel_arrays,
+    stage_size,
+    zero_axis,
+)
 from zerojax.distributed import log
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
@@ -37,11 +45,11 @@ from zerojax.placement.checks import (
     check_not_within,
     is_spec,
 )
-from zerojax.placement.owned import OwnedArrays
 from zerojax.placement.placer import Placer
-from zerojax.placement.state_placer import StatePlacer, by_path, is_on_mesh
+from zerojax.placement.state_placer import OwnedArrays, StatePlacer, by_path, is_on_mesh
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import check_memories, offloads
 from zerojax.plan.planning import make_plan
 from zerojax.plan.stacks import with_stages
@@ -54,7 +62,7 @@ from zerojax.train_state.parameters import find_parameters
 from zerojax.train_state.pytree import open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
 from zerojax.xla import compat, jaxprs
-from zerojax.xla.types import PyTree
+from zerojax.xla.types import PyTree, Shaped
 
 LITTLE, SMALL = 0.01, 2**20
 """The fraction of a device's bytes at rest, and the bytes, that may exceed its share without a
@@ -69,65 +77,50 @@ class States:
     Args:
       config: The config.
       mesh: The devices.
-      axis: The axis over which ZeRO shards.
       specs: The user's specs of the parameters: a tree (or prefix) of ``PartitionSpec``, or a
         function from the parameters to such a tree; None takes the model's metadata.
       params: A function from a state that is any pytree to its parameters; None recognizes them by
         the optimizer's moments.
 
     Attributes:
+      axis: The axis over which ZeRO shards.
       placer: Puts arrays into the places of the plan.
       owned: The arrays that zerojax created for states other than ``TrainState`` and NNX objects.
     """
-
-    config: ZeroConfig
-    mesh: Mesh
-    axis: str
-    specs: PyTree
-    params: Callable[[PyTree], PyTree] | None
-    owned: OwnedArrays
-    placer: Placer
 
     def __init__(
         self,
         config: ZeroConfig,
         mesh: Mesh,
-        axis: str,
         specs: PyTree = None,
         params: Callable[[PyTree], PyTree] | None = None,
     ) -> None:
-        self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
-        self.params = params
-        self._warned = False
+        self.config, self.mesh, self.specs, self.params = config, mesh, specs, params
+        self.axis: str = zero_axis(mesh)
+        self.owned: OwnedArrays = OwnedArrays()
+        self.placer: Placer = Placer(config, mesh)
         self._logged = set[str]()
-        self.owned = OwnedArrays()
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
-        self.placer = Placer(config, mesh)
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """Wraps ``tx`` with the config's features; returns the same object for the same ``tx``."""
         if tx not in self._wrapped:
-            if not self._wrapped:
-                self._warn_unused()
+            named = {"optimizer": self.config.optimizer, "scheduler": self.config.scheduler}
+            unused = [f"{name} ({x.type})" for name, x in named.items() if x is not None]
+            if unused and not self._wrapped:
+                remedy = (
+                    "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
+                    if named["optimizer"] is None
+                    else "zero.optimizer()"
+                )
+                log.warning(
+                    "the config's %s has no effect: the state has its own optimizer. Create the "
+                    "state with %s to use the config's.",
+                    " and ".join(unused),
+                    remedy,
+                )
             self._wrapped[tx] = wrap(tx, **features(self.config))
         return self._wrapped[tx]
-
-    def _warn_unused(self) -> None:
-        optimizer = self.config.optimizer
-        given = {"optimizer": optimizer, "scheduler": self.config.scheduler}
-        unused = " and ".join(f"{name} ({x.type})" for name, x in given.items() if x is not None)
-        if unused:
-            remedy = (
-                "optax.adamw(zerojax.schedule(zero.config.scheduler, base_lr))"
-                if optimizer is None
-                else "zero.optimizer()"
-            )
-            log.warning(
-                "the config's %s has no effect: the state has its own optimizer. Create the state "
-                "with %s to use the config's.",
-                unused,
-                remedy,
-            )
 
     def open(self, objects: tuple[PyTree, ...]) -> OpenedState:
         """Splits a state, one ``TrainState``, NNX objects or any pytree, and wraps the optimizer.
@@ -149,7 +142,13 @@ class States:
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
         is_wrapped = opened.kind.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
         if is_wrapped:
-            self._check_scaled(opened.parts.opt_state)
+            scaled = getattr(opened.parts.opt_state, "loss_scale", None) is not None
+            if scaled != self.config.fp16:
+                raise ValueError(
+                    f"fp16 is {'on' if self.config.fp16 else 'off'}, but the state's optimizer has "
+                    f"{'a' if scaled else 'no'} loss scale. Create the state with zero.init, "
+                    "zero.optimizer() or zero.wrap() of this zero."
+                )
         else:
             check_not_within(opened.parts.opt_state)
 
@@ -236,15 +235,6 @@ class States:
         parts = jax.tree.map(_array, opened.parts)
         return dataclasses.replace(opened, parts=parts, specs=self._own_specs(opened))
 
-    def _check_scaled(self, opt_state: PyTree) -> None:
-        scaled = getattr(opt_state, "loss_scale", None) is not None
-        if scaled != self.config.fp16:
-            raise ValueError(
-                f"fp16 is {'on' if self.config.fp16 else 'off'}, but the state's optimizer has "
-                f"{'a' if scaled else 'no'} loss scale. Create the state with zero.init, "
-                "zero.optimizer() or zero.wrap() of this zero."
-            )
-
     def plan(self, opened: OpenedState) -> Plan:
         """Plans the sharding of a state; warns once of bytes beyond a device's share, and of large
         extra state that is replicated.
@@ -253,22 +243,11 @@ class States:
           ValueError: The mesh has an axis "fsdp" that ZeRO does not use and that shards no
             parameter.
         """
-        needs_frozen = self.config.zero_quantized_nontrainable_weights
-        frozen = (
-            frozen_leaves(opened.tx, opened.parts.params, opened.parts.opt_state)
-            if needs_frozen
-            else ()
-        )
+        parts, frozen = opened.parts, list[bool]()
+        if self.config.zero_quantized_nontrainable_weights:
+            frozen = frozen_leaves(opened.tx, parts.params, parts.opt_state)
         tx = None if opened.kind.optimizer_in_step else opened.tx
-        plan = make_plan(
-            opened.parts,
-            tx,
-            opened.specs,
-            self.mesh,
-            self.axis,
-            self.config,
-            frozen,
-        )
+        plan = make_plan(parts, tx, opened.specs, self.mesh, self.config, frozen)
         own_axes = {
             axis for leaf in plan.leaves["params"] for e in leaf.own_spec for axis in layout.axes(e)
         }
@@ -281,9 +260,8 @@ class States:
         leaves = plan.all_leaves()
         n_bytes = sum(leaf.bytes_per_device for leaf in leaves)
         lost = sum(leaf.lost for leaf in leaves)
-        if lost > max(LITTLE * n_bytes, SMALL) and not self._warned:
-            self._warned = True
-            log.warning("%s.", plan.lost)
+        if lost > max(LITTLE * n_bytes, SMALL):
+            self.warn_once(plan.lost)
         self.warn_once(plan.replicated_state)
         return plan
 
@@ -329,31 +307,20 @@ class States:
         shards."""
         with automatic_context(self.mesh) as explicit:
             make, opened, arrays = self._maker(create, args, explicit)
-            self._require_alike(lambda: make.lower(*arrays), args)
+            if calls := lockstep(self.mesh):  # the state is the same in all processes
+                calls.note("zero.init")
+                require_same(self.config, self.mesh)
+                require_same_values("zero.init", by_path(args, "argument "))
+                require_same_program("zero.init", [make.lower(*arrays)])
             shapes = jax.eval_shape(make, *arrays)
             plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
             if offloads(self.config):
                 check_memories(self.config, self.mesh)
-                parts = self.placer.create_sharded(make, arrays, plan, shapes)
-            else:
-                create_sharded = jax.jit(  # does not trace `make` again, which is jitted
-                    lambda *arrays: plan.at_rest(make(*arrays)), out_shardings=plan.shardings()
-                )
-                parts = plan.shown(create_sharded(*arrays))
+            parts = self.placer.create_sharded(make, arrays, plan, shapes)
             state = _in_user_form(opened[0], parts)
             if opened[0].kind.any_pytree:
                 self.owned.add(parts)
             return state
-
-    def _require_alike(
-        self, lower: Callable[[], jax.stages.Lowered], args: tuple[PyTree, ...]
-    ) -> None:
-        """Rejects a state that is not the same in all processes."""
-        if calls := lockstep(self.mesh):
-            calls.note("zero.init")
-            require_same(self.config, self.mesh)
-            require_same_values("zero.init", by_path(args, "argument "))
-            require_same_program("zero.init", [lower()])
 
     def abstract(self, create: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Returns the result of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings."""
@@ -440,13 +407,12 @@ def _in_user_form(opened: OpenedState, parts: Parts) -> PyTree:
 
 def abstract(parts: Parts, plan: Plan, *, at_rest: bool = False) -> Parts:
     """Returns the shapes and dtypes of a state with the plan's shardings; padded if ``at_rest``."""
-    leaves, tree = jax.tree.flatten(parts)
-    return jax.tree.unflatten(tree, [
-        jax.ShapeDtypeStruct(
-            leaf.padded if at_rest else leaf.shape, x.dtype, sharding=plan.sharding(leaf)
-        )
-        for x, leaf in zip(leaves, plan.all_leaves(), strict=True)
-    ])  # fmt: skip
+
+    def shape_of(x: Shaped, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        shape = leaf.padded if at_rest else leaf.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=plan.sharding(leaf))
+
+    return plan.each(shape_of, parts, plan.all_leaves())
 
 
 def _array(x: object) -> object:

@@ -3,9 +3,8 @@
 The shapes of a state's parts, the user's specs, a mesh and a config come in; a ``Plan`` comes out.
 
 - ``rule``, to be read first: the sharding of one array. ``layout``: partition specs as tuples.
-- ``planning``: ``make_plan`` applies the rule to all arrays. ``extra_state``: the state beside
-  parameters and optimizer state. ``errors``: the errors of sent gradients, as arrays.
-- ``state_sharding``: ``Plan``. ``leaf``: one array of the plan. ``table``: the plan as text.
+- ``planning``: ``make_plan`` applies the rule to all arrays.
+- ``state_sharding``: ``Plan``. ``leaf``: one array of the plan. ``table``: text, in full and short.
 - ``places``: device, host memory or disk. ``live``: the parameters that stay gathered at stage 3.
   ``quantized``: the arrays that are sent in low-bit blocks.
 - ``stacks``: the stacks of layers that pipeline stages share.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax.config import ZeroConfig
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import DEVICE
+from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
 from zerojax.xla.types import Shaped
 
 
@@ -20,60 +23,82 @@ class Leaf:
     """The shape, sharding and place of one array at rest.
 
     Attributes:
-      path: the array's path in the state.
-      spec: its PartitionSpec at rest, without None at its end.
-      own_spec: its PartitionSpec without ZeRO: the user's spec, also without None at its end.
-      reason: why ZeRO does not shard the array over all of the axis; empty if it does.
-      bytes: the bytes of the full array; ``bytes_per_device`` those of the largest shard.
-      place: its memory, see :mod:`zerojax.plan.places`.
-      n_copies: devices that hold the same elements, for want of a dimension that divides.
-      padded: its shape at rest, with dimensions padded with zeros to give equal shards; ``shape``
-        without padding.
+      path: The array's path in the state.
+      shape, dtype: Those of the array without padding.
+      own_spec: Its PartitionSpec without ZeRO: the user's spec, without None at its end.
+      chosen: The answer of the rule: the spec at rest, and why ZeRO does not shard the array over
+        all of the axis.
+      slices: By dimension, the number of slices into which the mesh splits it.
+      place: Its memory, see :mod:`zerojax.plan.places`.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    spec: PartitionSpec
     own_spec: PartitionSpec
-    reason: str
-    bytes: int
-    bytes_per_device: int
+    chosen: ShardSpec
+    slices: tuple[int, ...]
     place: str = DEVICE
-    n_copies: int = 1
-    padded: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        path: str,
-        x: Shaped,
-        spec: PartitionSpec | Spec,
-        own_spec: PartitionSpec | Spec,
-        reason: str,
-        mesh: Mesh,
+    def at_rest(
+        cls, path: str, x: Shaped, own: PartitionSpec | Spec | None, mesh: Mesh, config: ZeroConfig
     ) -> Leaf:
-        """Builds the leaf of an array, abstract or concrete, with this spec, on the device."""
-        spec = layout.full(spec, len(x.shape))
-        named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
-        itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
-        shard_shape = layout.shard_shape(x.shape, spec, mesh)
-        return cls(
-            path=path,
-            shape=tuple(x.shape),
-            dtype=x.dtype,
-            spec=_trimmed(spec),
-            own_spec=_trimmed(own_spec),
-            reason=reason,
-            bytes=math.prod(x.shape) * itemsize,
-            bytes_per_device=math.prod(shard_shape) * itemsize,
-            padded=layout.padded_shape(x.shape, spec, mesh),
-        )
+        """Plans an array, abstract or concrete, with this spec of the user's, on the device.
 
-    @property
+        Raises:
+          ValueError: The spec does not fit the array or the mesh.
+        """
+        own_spec = layout.full(own, len(x.shape))
+        check_own_spec(path, x.shape, own_spec, mesh)
+        own_spec = layout.cutting(own_spec, mesh)
+        chosen = shard_spec(x.shape, own_spec, mesh, config)
+        slices = tuple(layout.parts(entry, mesh) for entry in chosen.spec)
+        return cls(path, tuple(x.shape), x.dtype, _trimmed(own_spec), chosen, slices)
+
+    @classmethod
+    def replicated(cls, path: str, x: Shaped, reason: str) -> Leaf:
+        """Plans an array that every device holds, for this reason."""
+        n = len(x.shape)
+        chosen = ShardSpec((None,) * n, reason)
+        return cls(path, tuple(x.shape), x.dtype, PartitionSpec(), chosen, (1,) * n)
+
+    def with_spec(self, spec: PartitionSpec | Spec, mesh: Mesh, reason: str = "") -> Leaf:
+        """Returns the leaf with another spec at rest."""
+        spec = layout.full(spec, len(self.shape))
+        slices = tuple(layout.parts(entry, mesh) for entry in spec)
+        return dataclasses.replace(self, chosen=ShardSpec(spec, reason), slices=slices)
+
+    @functools.cached_property
+    def spec(self) -> PartitionSpec:
+        """The PartitionSpec at rest, without None at its end."""
+        return _trimmed(self.chosen.spec)
+
+    @functools.cached_property
     def full_spec(self) -> Spec:
         """The PartitionSpec with an entry for each dimension, and with the array's path."""
-        return layout.LeafSpec(layout.full(self.spec, len(self.shape)), self.path)
+        return layout.LeafSpec(self.chosen.spec, self.path)
+
+    @property
+    def reason(self) -> str:
+        """Why ZeRO does not shard the array over all of the axis; empty if it does."""
+        return self.chosen.reason
+
+    @functools.cached_property
+    def padded(self) -> tuple[int, ...]:
+        """The shape at rest: dimensions are padded with zeros to give equal shards."""
+        # NamedSharding.shard_shape and jit refuse a dimension that does not divide.
+        return tuple(-(-n // k) * k for n, k in zip(self.shape, self.slices, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the full array."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of a shard."""
+        return math.prod(self.padded) // math.prod(self.slices) * int(self.dtype.itemsize)
 
     @property
     def sharded(self) -> bool:
@@ -83,7 +108,7 @@ class Leaf:
     @property
     def lost(self) -> int:
         """Bytes on each device beyond the array's share, for want of a dimension that divides."""
-        return self.bytes_per_device - self.bytes_per_device // self.n_copies
+        return self.bytes_per_device - self.bytes_per_device // self.chosen.n_copies
 
     @property
     def even(self) -> bool:
@@ -101,7 +126,8 @@ class Leaf:
         return self.even and not self.divided
 
 
-def _trimmed(spec: PartitionSpec | Spec) -> PartitionSpec:
+def _trimmed(spec: Spec) -> PartitionSpec:
+    # To JAX, P("data") and P("data", None) are unequal, although they shard alike.
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import axis_size, micro_batch_devices
+from zerojax.devices.mesh import axis_size, micro_batch_devices, zero_axis
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import DEVICE
 from zerojax.plan.rule import is_small
@@ -34,22 +34,20 @@ class Live:
     Args:
       config: The limits on the number of elements and on the distance between two uses.
       compute: All parameters, as the step computes with them.
-      mesh, axis: The devices, and the axis over which parameters are gathered.
+      mesh: The devices.
 
     Attributes:
       leaves: The parameters that stay, as each device stores them during an update.
     """
 
-    def __init__(self, config: ZeroConfig, compute: Sequence[Leaf], mesh: Mesh, axis: str) -> None:
-        self._config, self._mesh, self._axis = config, mesh, axis
+    def __init__(self, config: ZeroConfig, compute: Sequence[Leaf], mesh: Mesh) -> None:
+        self._config, self._mesh, self._axis = config, mesh, zero_axis(mesh)
         self._total = sum(map(_elements, compute))
         drops = config.stage == 3 and config.offload_param is None
         self._able = [leaf for leaf in compute if self._may_stay(leaf)] if drops else []
         chosen = self._chosen()
         self.leaves: tuple[Leaf, ...] = tuple(
-            Leaf.of(leaf.path, leaf, leaf.own_spec, leaf.own_spec, "", mesh)
-            for leaf in self._able
-            if leaf.path in chosen
+            leaf.with_spec(leaf.own_spec, mesh) for leaf in self._able if leaf.path in chosen
         )
 
     def __bool__(self) -> bool:

@@ -1,11 +1,19 @@
-"""Planning of a state leaf by leaf: parameters, their optimizer state, the other state."""
+"""Planning of a state leaf by leaf: parameters, their optimizer state, the other state.
+
+In the state beside the parameters (an average, a frozen base, a second network and its moments) a
+copy of the parameters is sharded like them. Other arrays of more than ``small_array_size`` elements
+are sharded by the rule for parameters: all of them at stage 3, those of an optimizer at stages 1
+and 2. Statistics, counters and PRNG keys are replicated. If zerojax does not know the parameters of
+a state, all of its arrays are extra state, and are sharded like parameters, small ones too;
+pipeline stages share its stacks of layers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +23,14 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import stage_size
 from zerojax.plan import layout
-from zerojax.plan.extra_state import AtRest, ExtraState, ParameterForm
 from zerojax.plan.layout import Spec
-from zerojax.plan.places import Places, choose_places, offloads
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.places import choose_places
 from zerojax.plan.quantized import QuantizedWeights
-from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
-from zerojax.plan.state_sharding import DTYPES, Leaf, Plan
+from zerojax.plan.stacks import with_stages
+from zerojax.plan.state_sharding import DTYPES, Plan
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla.types import PyTree, Shaped
+from zerojax.xla.types import Aval, PyTree
 
 
 def make_plan(
@@ -30,7 +38,6 @@ def make_plan(
     tx: optax.GradientTransformation | None,
     own: Sequence[PartitionSpec | Spec | None],
     mesh: Mesh,
-    axis: str,
     config: ZeroConfig,
     frozen: Sequence[bool] = (),
 ) -> Plan:
@@ -42,106 +49,42 @@ def make_plan(
         parameters, never their shapes. None if only the step knows the optimizer: copies of the
         parameters' tree are then recognized.
       own: the user's spec of each parameter leaf.
-      mesh, axis, config: see :class:`Plan`.
+      mesh, config: see :class:`Plan`.
       frozen: whether the optimizer leaves a parameter unchanged, one bool a leaf; empty if
         unknown.
     """
-    at_rest = _rule(mesh, axis, config)
-    params, places = _parameters(parts.params, own, at_rest, config)
-    param_tree = jax.tree.unflatten(jax.tree.structure(parts.params), params)
-    moments = {leaf.path: place.moments for leaf, place in zip(params, places, strict=True)}
-    form = ParameterForm(jax.tree.structure(parts.params), tuple(params))
-    opt_tree = _optimizer_leaves(parts, tx, form, at_rest, mesh, moments)
-    # A state with unknown parameters has all its arrays in ``rest``.
-    stage = 3 if config.stage and not params else config.stage
-    stages = 1 if params else stage_size(mesh)
-    extra = ExtraState(form, at_rest, mesh, stage, config.small_array_size, stages)
-    rest_tree = extra.leaves(parts.rest)
-
-    def specs(tree: PyTree, name: str = "spec") -> PyTree:
-        return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
-
+    paths, tree = jax.tree_util.tree_flatten_with_path(parts.params)
+    places = choose_places(config, [math.prod(x.shape) for _, x in paths])
+    at_rest = [
+        Leaf.at_rest("params" + jax.tree_util.keystr(path), x, spec, mesh, config)
+        for (path, x), spec in zip(paths, own, strict=True)
+    ]
+    params = [_with_place(leaf, p.master) for leaf, p in zip(at_rest, places, strict=True)]
     compute = tuple(
-        _computing(leaf, place.compute, config) for leaf, place in zip(params, places, strict=True)
+        dataclasses.replace(leaf, dtype=_compute_dtype(leaf, config), place=place.compute)
+        for leaf, place in zip(at_rest, places, strict=True)
     )
+    form = ParameterForm(tree, tuple(at_rest))
+    moments = [place.moments for place in places]
     frozen_paths = {leaf.path for leaf, is_frozen in zip(params, frozen, strict=False) if is_frozen}
     return Plan(
         mesh=mesh,
-        axis=axis,
         config=config,
-        params=specs(param_tree),
-        grads=specs(param_tree, "own_spec" if config.stage < 2 else "spec"),
-        opt_state=specs(opt_tree),
-        step=PartitionSpec(),
-        rest=specs(rest_tree),
-        leaves={
-            "params": tuple(params),
-            "opt_state": tuple(jax.tree.leaves(opt_tree, is_leaf=_is_leaf)),
-            "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
-        },
+        parts=Parts(
+            params=jax.tree.unflatten(tree, params),
+            opt_state=_optimizer_leaves(parts, tx, form, moments, mesh, config),
+            step=Leaf.replicated("step", jax.ShapeDtypeStruct((), jnp.int32), ""),
+            rest=ExtraState(form, mesh, config).leaves(parts.rest),
+        ),
         compute=compute,
-        quantized=QuantizedWeights(config, compute, frozen_paths, mesh, axis),
+        quantized=QuantizedWeights(config, compute, frozen_paths, mesh),
     )
 
 
-def _parameters(
-    params: PyTree, own: Sequence[PartitionSpec | Spec | None], at_rest: AtRest, config: ZeroConfig
-) -> tuple[list[Leaf], Sequence[Places]]:
-    """Plans the parameters: their leaves, and the places of each."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(params)
-    places = choose_places(config, [math.prod(x.shape) for _, x in paths])
-    leaves = [
-        dataclasses.replace(
-            at_rest("params" + jax.tree_util.keystr(path), x, spec), place=place.master
-        )
-        for (path, x), spec, place in zip(paths, own, places, strict=True)
-    ]
-    return leaves, places
-
-
-def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
-    """Builds the rule that turns a path, an array and the user's spec into a leaf at rest."""
-    # Below stage 3 the step gathers parameters once anyway, and moments of any size are sharded.
-    smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
-    allow_parts = not offloads(config)  # offload streams sub-groups as rows on one mesh
-
-    def at_rest(path: str, x: Shaped, own: PartitionSpec | Spec | None) -> Leaf:
-        own_spec = layout.full(own, len(x.shape))
-        check_own_spec(path, x.shape, own_spec, mesh)
-        own_spec = layout.cutting(own_spec, mesh)
-        if config.stage == 0:
-            chosen = ShardSpec(own_spec, "stage 0 replicates the state")
-        else:
-            chosen = shard_spec(
-                x.shape,
-                own_spec,
-                mesh,
-                axis,
-                smallest,
-                small=config.small_array_size,
-                parts=allow_parts,
-                partition=config.zero_hpz_partition_size,
-            )
-        leaf = Leaf.of(path, x, chosen.spec, own_spec, chosen.reason, mesh)
-        return dataclasses.replace(leaf, n_copies=chosen.n_copies)
-
-    return at_rest
-
-
-def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
-    """Converts a parameter at rest into the leaf that the step computes with."""
+def _compute_dtype(leaf: Leaf, config: ZeroConfig) -> Any:
+    """Returns the dtype in which the step computes with a parameter."""
     low = config.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
-    dtype = DTYPES[config.compute_dtype] if low else leaf.dtype
-    # Random keys, whose bytes stay as they are, have no numpy dtype.
-    itemsize = jnp.dtype(leaf.dtype).itemsize if low else 1
-    compute_itemsize = jnp.dtype(dtype).itemsize if low else 1
-    return dataclasses.replace(
-        leaf,
-        dtype=dtype,
-        place=place,
-        bytes=leaf.bytes // itemsize * compute_itemsize,
-        bytes_per_device=leaf.bytes_per_device // itemsize * compute_itemsize,
-    )
+    return jnp.dtype(DTYPES[config.compute_dtype]) if low else leaf.dtype
 
 
 def _shown_path(path: tuple[object, ...]) -> str:
@@ -154,75 +97,154 @@ def _optimizer_leaves(
     parts: Parts,
     tx: optax.GradientTransformation | None,
     form: ParameterForm,
-    at_rest: Any,
+    moments: Sequence[str],
     mesh: Mesh,
-    moments: Mapping[str, str],
+    config: ZeroConfig,
 ) -> PyTree:
     """Plans the optimizer state; returns its tree with a leaf for each array.
 
-    An array that belongs to a parameter and has its shape is sharded like the parameter. Arrays
-    that by optax belong to no parameter are replicated. The rule for parameters shards all others:
-    arrays of another shape, and all arrays of an optimizer that hides from optax what they are.
+    An array that belongs to a parameter and has its shape is sharded like the parameter, in the
+    place of ``moments``. Arrays that by optax belong to no parameter are replicated. The rule for
+    parameters shards all others: arrays of another shape, and all arrays of an optimizer that hides
+    from optax what they are.
     """
-    # Pairs carry the path of each leaf into the function that optax maps over the tree.
-    paths = jax.tree_util.tree_map_with_path(
-        lambda path, x: (_shown_path(path), x), parts.opt_state
+    params = jax.tree.unflatten(form.tree, map(_with_place, form.leaves, moments))
+    # In place of the arrays, as optax maps no path: a leaf has the path of its array.
+    arrays = jax.tree_util.tree_map_with_path(
+        lambda path, x: Leaf.replicated(_shown_path(path), x, "belongs to no parameter"),
+        parts.opt_state,
     )
 
-    def parameter_leaf(pair: PyTree, param: Leaf) -> PyTree:
-        if not _is_pair(pair):
-            return pair  # optax.masked puts a node without arrays for parameters it skips
-        path, x = pair
-        if tuple(x.shape) == param.shape:
-            leaf = Leaf.of(path, x, param.spec, param.own_spec, param.reason, mesh)
-            leaf = dataclasses.replace(leaf, n_copies=param.n_copies)
-        else:
-            leaf = at_rest(path, x, None)  # factored statistics have a shape of their own
-        return dataclasses.replace(leaf, place=moments[param.path])
+    def owned(leaf: PyTree, param: Leaf) -> PyTree:
+        if not isinstance(leaf, Leaf):
+            return leaf  # optax.masked puts a node without arrays for parameters it skips
+        if leaf.shape == param.shape:
+            return dataclasses.replace(param, path=leaf.path, dtype=leaf.dtype)
+        # Factored statistics have a shape of their own.
+        return _with_place(Leaf.at_rest(leaf.path, leaf, None, mesh, config), param.place)
 
-    def place_unowned(leaf: Leaf) -> Leaf:
-        """Puts an array of no known parameter into the place of most moments."""
-        if not leaf.shape:
-            return leaf
-        places = list(moments.values())
-        return dataclasses.replace(leaf, place=max(places, key=places.count))
-
-    def unowned_leaf(pair: tuple[str, Shaped]) -> Leaf:
-        path, x = pair
-        return Leaf.of(path, x, (), (), "belongs to no parameter", mesh)
-
-    params = jax.tree.unflatten(form.tree, form.leaves)
+    def unowned(leaf: Leaf) -> Leaf:
+        """Plans an array of no known parameter, in the place of most moments."""
+        leaf = Leaf.at_rest(leaf.path, leaf, None, mesh, config)
+        return _with_place(leaf, max(moments, key=moments.count)) if leaf.shape else leaf
 
     def is_copy(node: PyTree) -> bool:
-        arrays = jax.tree.map(lambda pair: pair[1], node, is_leaf=_is_pair)
-        return form.holds(arrays, shapes=False)
+        return form.holds(node, shapes=False)
 
     def by_form(node: PyTree) -> PyTree:
-        if is_copy(node):
-            return jax.tree.map(parameter_leaf, node, params, is_leaf=_is_pair)
-        return place_unowned(at_rest(*node, None))
+        return jax.tree.map(owned, node, params) if is_copy(node) else unowned(node)
 
     if tx is None:
-        return jax.tree.map(by_form, paths, is_leaf=lambda x: _is_pair(x) or is_copy(x))
+        return jax.tree.map(by_form, arrays, is_leaf=is_copy)
     try:
         return optax.tree.map_params(
-            tx,
-            parameter_leaf,
-            paths,
-            params,
-            transform_non_params=unowned_leaf,
-            is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
+            tx, owned, arrays, params, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
         )
     except (AttributeError, IndexError, TypeError, ValueError):
         # Some transformations (adafactor, lbfgs) hide from optax which parameter owns a leaf.
-        return jax.tree.map(lambda p: place_unowned(at_rest(*p, None)), paths, is_leaf=_is_pair)
+        return jax.tree.map(unowned, arrays)
 
 
-def _is_leaf(x: object) -> bool:
-    return isinstance(x, Leaf)
+def _with_place(leaf: Leaf, place: str) -> Leaf:
+    return dataclasses.replace(leaf, place=place)
 
 
-def _is_pair(x: object) -> bool:
-    return (
-        isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) and not hasattr(x, "_fields")
-    )
+class ParameterForm(NamedTuple):
+    """The form of the parameters, to recognize their copies.
+
+    Attributes:
+      tree: ``jax.tree.structure`` of the parameters.
+      leaves: The leaf of each in device memory, in order.
+    """
+
+    tree: jax.tree_util.PyTreeDef
+    leaves: tuple[Leaf, ...]
+
+    def holds(self, value: PyTree, *, shapes: bool = True) -> bool:
+        """Returns whether ``value`` is a copy of the parameters, of any dtypes; without ``shapes``,
+        of any shapes too, unless all arrays are scalars."""
+        structure: jax.tree_util.PyTreeDef = jax.tree.structure(value)
+        if structure != self.tree:
+            return False
+        found = tuple(tuple(x.shape) for x in jax.tree.leaves(value))
+        own = tuple(leaf.shape for leaf in self.leaves)
+        return found == own if shapes else any(found)
+
+
+class ExtraState:
+    """Plans the state beside the parameters.
+
+    Args:
+      params: The form of the parameters.
+      mesh, config: See :class:`zerojax.plan.state_sharding.Plan`.
+    """
+
+    def __init__(self, params: ParameterForm, mesh: Mesh, config: ZeroConfig) -> None:
+        self._params, self._mesh, self._config = params, mesh, config
+        self._own: dict[str, Spec] = {}
+
+    def leaves(self, rest: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Returns the leaf of each array, in the form of ``rest``."""
+        stages = stage_size(self._mesh)
+        if stages > 1 and not self._params.leaves:
+            arrays = jax.tree_util.tree_leaves_with_path(rest)
+            given = [layout.full(None, len(x.shape)) for _, x in arrays]
+            own = with_stages(rest, given, stages)
+            paths = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in arrays]
+            self._own = dict(zip(paths, own, strict=True))
+        return {name: self._below(name, value, False) for name, value in rest.items()}
+
+    def _below(self, path: str, value: PyTree, of_optimizer: bool) -> PyTree:
+        """Returns the leaves below one node of the state.
+
+        Args:
+          path: The path of the node.
+          of_optimizer: Whether it belongs to an optimizer.
+        """
+        holds = self._params.holds
+
+        def enters(node: PyTree) -> bool:
+            return not of_optimizer and is_optimizer_state(node)
+
+        def plan(keys: tuple[object, ...], node: PyTree) -> PyTree:
+            at = path + jax.tree_util.keystr(keys)
+            if holds(node):
+                return self._copy(at, node)
+            if enters(node):
+                return self._below(at, node, True)
+            return self._array(at, node, of_optimizer or "opt_state" in at)
+
+        return jax.tree_util.tree_map_with_path(
+            plan, value, is_leaf=lambda node: holds(node) or enters(node)
+        )
+
+    def _copy(self, path: str, value: PyTree) -> PyTree:
+        arrays, tree = jax.tree.flatten(value)
+        copies = [
+            dataclasses.replace(leaf, path=leaf.path.replace("params", path, 1), dtype=x.dtype)
+            for x, leaf in zip(arrays, self._params.leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, copies)
+
+    def _array(self, path: str, x: Aval, of_optimizer: bool) -> Leaf:
+        if reason := self._why_replicated(x, of_optimizer):
+            return Leaf.replicated(path, x, reason)
+        return Leaf.at_rest(path, x, self._own.get(path), self._mesh, self._config)
+
+    def _why_replicated(self, x: Aval, of_optimizer: bool) -> str:
+        stage, small = self._config.stage, self._config.small_array_size
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return "keys are replicated"
+        if not self._params.leaves:  # all arrays of the state are here
+            return ""
+        if x.size <= small:
+            return f"extra state of at most {small:,} elements is replicated"
+        if stage in (1, 2) and not of_optimizer:
+            return f"stage {stage} replicates extra state, stage 3 shards it"
+        return ""
+
+
+def is_optimizer_state(value: PyTree) -> bool:
+    """Returns whether a node is the state of an optax transformation."""
+    # optax's states have no class in common: they are NamedTuples of its modules.
+    return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"

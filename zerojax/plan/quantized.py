@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig
-from zerojax.devices.mesh import axis_size
+from zerojax.devices.mesh import axis_size, zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.leaf import Leaf
@@ -132,7 +132,7 @@ class QuantizedWeights:
       config: The config of the plan.
       leaves: The compute parameters.
       frozen: The paths of the parameters that the optimizer does not update.
-      mesh, axis: The devices, and the axis over which ZeRO shards.
+      mesh: The devices.
 
     Raises:
       ConfigError: No block of ``zero_quantized_block_size`` elements divides a parameter, or the
@@ -145,38 +145,31 @@ class QuantizedWeights:
         leaves: Sequence[Leaf],
         frozen: Collection[str],
         mesh: Mesh,
-        axis: str,
     ) -> None:
-        self._how, self._mesh, self._axis = sent_formats(config).weights, mesh, axis
-        if self._how is not None and self._how.format == "float8_e4m3fn":
+        self._how = how = sent_formats(config).weights
+        if how is not None and how.format == "float8_e4m3fn":
             _check_float8(mesh.devices.flat[0])
         self._only = None if config.zero_quantized_weights else frozenset(frozen)
-        self._sharded = [leaf for leaf in leaves if leaf.sharded and self._how is not None]
-        self.leaves: list[Leaf] = [*filter(self._takes, self._sharded)]
+        self._sharded = [leaf for leaf in leaves if leaf.sharded and how is not None]
+        self.leaves: list[Leaf] = [x for x in self._sharded if how and self._takes(x, how, mesh)]
 
-    def _takes(self, leaf: Leaf) -> bool:
+    def _takes(self, leaf: Leaf, how: Quantization, mesh: Mesh) -> bool:
         if self._only is not None and leaf.path not in self._only:
             return False
-        small = SMALL if self._how is None else self._how.small
-        matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > small
+        matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > how.small
         matrix = matrix and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not matrix or NOT_QUANTIZED.search(leaf.path):
             return False
-        return self._block(leaf) is not None
-
-    def _block(self, leaf: Leaf) -> tuple[int, ...] | None:
-        spec = leaf.full_spec
-        block = block_of(leaf.shape, spec, self._mesh, self._axis, self._how)
-        block_size = None if self._how is None else self._how.block_size
-        if block_size and block is None:
-            shard_shape = layout.shard_shape(leaf.shape, spec, self._mesh)
+        block = block_of(leaf.shape, leaf.full_spec, mesh, zero_axis(mesh), how)
+        if how.block_size and block is None:
+            shard_shape = layout.shard_shape(leaf.shape, leaf.full_spec, mesh)
             raise ConfigError(
-                f"zero_optimization.zero_quantized_block_size = {block_size} does not divide "
+                f"zero_optimization.zero_quantized_block_size = {how.block_size} does not divide "
                 f"{leaf.path} {tuple(leaf.shape)}, whose shards are {shard_shape}, into blocks: "
-                f"write {_dividing(shard_shape, block_size)}, whose factors divide the dimensions, "
-                "or null"
+                f"write {_dividing(shard_shape, how.block_size)}, whose factors divide the "
+                "dimensions, or null"
             )
-        return block
+        return block is not None
 
     @functools.cached_property
     def paths(self) -> frozenset[str]:

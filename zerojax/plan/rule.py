@@ -40,6 +40,7 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import REPLICA, axis_size, joined_axes, sequence_size, zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
+from zerojax.plan.places import offloads
 
 SMALL = ZeroConfig.small_array_size
 """Elements of the largest array that is not padded, unless the config says otherwise."""
@@ -93,9 +94,8 @@ class Cut(NamedTuple):
     def nests(self, shard_shape: Sequence[int], partition: int) -> bool:
         """Returns whether a partition's devices can hold equal secondary shards without padding."""
         inner = self.inner(partition)
-        exact = [shard_shape[d] % n == 0 for d, n in self.slices]
         return math.prod(inner) == partition and all(
-            k == 1 or divides for k, divides in zip(inner, exact, strict=True)
+            k == 1 or shard_shape[d] % n == 0 for k, (d, n) in zip(inner, self.slices, strict=True)
         )
 
     def padded(self, shard_shape: Sequence[int]) -> int:
@@ -108,41 +108,43 @@ def shard_spec(
     shape: Sequence[int],
     own: Spec,
     mesh: Mesh,
-    axis: str,
-    smallest: int,
+    config: ZeroConfig,
     *,
-    small: int = SMALL,
     parts: bool = True,
-    partition: int = 1,
 ) -> ShardSpec:
     """Applies the rule to one array.
 
     Args:
       shape: The global shape of the array.
       own: The user's spec, one entry a dimension, without axes of size 1, which shard nothing.
-      mesh, axis: The devices, and the axis over which ZeRO shards.
-      smallest: Arrays with fewer elements are replicated.
-      small: Arrays with at most as many elements are not padded.
-      parts: Whether dimensions may share the axis by its factors.
-      partition: Devices of one partition, the innermost of the axis; 1 for none.
+      mesh: The devices.
+      config: The stage, the thresholds on elements, and the devices of a partition.
+      parts: Whether dimensions may share the axis by its factors; never with offload.
 
     Example:
       >>> import zerojax
-      >>> shard_spec((6, 16), (None, None), zerojax.mesh(), "data", 0).spec
+      >>> config = ZeroConfig(stage=2)
+      >>> shard_spec((6, 16), (None, None), zerojax.mesh(), config).spec
       (None, 'data')
-      >>> shard_spec((30, 50), (None, None), zerojax.mesh(), "data", 0)
+      >>> shard_spec((30, 50), (None, None), zerojax.mesh(), config)
       ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(30, 50) divides by 4 of 8', n_copies=2)
     """
+    if config.stage == 0:
+        return ShardSpec(own, "stage 0 replicates the state")
+    axis, small = zero_axis(mesh), config.small_array_size
     n = axis_size(mesh, axis)
     if any(axis in layout.axes(entry) for entry in own):
         return ShardSpec(own, f"its own spec takes the {axis!r} axis")
     if n == 1:
         return ShardSpec(own, f"the {axis!r} axis has one device")
-    # As in DeepSpeed, the threshold counts elements of the whole parameter.
+    # As in DeepSpeed, the threshold counts elements of the whole parameter. Below stage 3 the step
+    # gathers parameters once anyway, and moments of any size are sharded.
+    smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
     if math.prod(shape) < smallest:
         reason = f"below stage3_param_persistence_threshold ({smallest:,} elements)"
         return ShardSpec(own, reason)
-    partition = partition if 1 < partition < n else 1
+    parts = parts and not offloads(config)  # offload streams sub-groups as rows on one mesh
+    partition = config.zero_hpz_partition_size if 1 < config.zero_hpz_partition_size < n else 1
     shard_shape = layout.shard_shape(shape, own, mesh)
     free = tuple(d for d, entry in enumerate(own) if entry is None)
     cut = _single(shard_shape, free, n, small)
@@ -153,12 +155,9 @@ def shard_spec(
     n_slices = math.prod(k for _, k in cut.slices)
     reason = ""
     if n_slices < n:
-        shape_text = str(tuple(shape))
-        described = (
-            shape_text
-            if shard_shape == tuple(shape)
-            else f"{shard_shape}, a shard of {shape_text},"
-        )
+        described = f"{tuple(shape)}"
+        if shard_shape != tuple(shape):
+            described = f"{shard_shape}, a shard of {described},"
         reason = f"{described} divides by {n_slices} of {n}"
         if n_slices == 1:
             reason = f"no dimension of {described} is divisible by {n}"
@@ -168,9 +167,7 @@ def shard_spec(
     spec = _spec(own, cut, axis, n, partition if nests else 1)
     # On a joined axis, a part may fall across the border between two axes of the mesh.
     if parts and not layout.separable(spec, mesh):
-        return shard_spec(
-            shape, own, mesh, axis, smallest, small=small, parts=False, partition=partition
-        )
+        return shard_spec(shape, own, mesh, config, parts=False)
     return ShardSpec(spec, reason, n_copies)
 
 
@@ -216,13 +213,13 @@ def _best(
         return Cut(())
     cuts = [cut for cut in cuts if cut.nests(shard_shape, partition)] or cuts
     least = min(cut.share(shard_shape) for cut in cuts)
-    candidates = [
-        c for c in cuts if c.share(shard_shape) <= _NEAR * max(least, math.prod(shard_shape) / n)
-    ]
-    return min(
-        candidates,
-        key=lambda cut: (cut.padded(shard_shape), len(cut.slices), -_smallest(shard_shape, cut)),
-    )
+    most = _NEAR * max(least, math.prod(shard_shape) / n)
+
+    def cost(cut: Cut) -> tuple[int, ...]:
+        smallest_extent = min(shard_shape[d] // k for d, k in cut.slices)
+        return cut.padded(shard_shape), len(cut.slices), -smallest_extent
+
+    return min((cut for cut in cuts if cut.share(shard_shape) <= most), key=cost)
 
 
 def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cut]:
@@ -234,11 +231,6 @@ def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cu
             for k in _divisors(n_slices):
                 if 1 < k < n_slices:
                     yield Cut(((outer, k), (inner, n_slices // k)))
-
-
-def _smallest(shard_shape: Sequence[int], cut: Cut) -> int:
-    """Returns the smallest extent of a device's shard along the dimensions that are cut."""
-    return min(shard_shape[d] // k for d, k in cut.slices)
 
 
 def _is_stack(shard_shape: Sequence[int], d: int) -> bool:

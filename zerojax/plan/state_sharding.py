@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -42,6 +43,7 @@ from zerojax.devices.mesh import (
     joined_axes,
     micro_batch_devices,
     stage_size,
+    zero_axis,
 )
 from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
@@ -50,8 +52,8 @@ from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import is_small
-from zerojax.plan.short import Summarized, Summary, Table, leaves_table
-from zerojax.plan.stored import pad, unwrap_stored, user_leaf
+from zerojax.plan.stored import pad, unpad, unwrap_stored, user_leaf
+from zerojax.plan.table import Summarized, Summary, Table, leaves_table
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
 from zerojax.xla.types import PyTree
@@ -66,6 +68,9 @@ DTYPES: dict[str | None, DTypeLike | None] = {
 }
 """Dtypes by their names in the config."""
 
+MUCH = 2**26
+"""Bytes of replicated extra state up to which zerojax gives no warning."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Summarized):
@@ -74,26 +79,55 @@ class Plan(Summarized):
     ``str(plan)`` is the table of all parameters; ``repr(plan)`` is short.
 
     Attributes:
-      mesh, axis: the devices, and the axis over which ZeRO shards.
+      mesh: the devices.
       config: the config that the plan follows.
-      params, grads, opt_state, step, rest: trees of ``PartitionSpec`` at rest. ``grads`` has the
-        specs in which gradients are accumulated.
-      leaves: the leaves of ``params``, ``opt_state`` and ``rest`` as flat tuples, with reasons.
+      parts: the leaf of each array at rest, in the form of the state's parts. A leaf is no node of
+        a pytree, so that ``jax.tree.map`` maps leaves as it maps arrays.
       compute: the parameters as the step computes with them, in the order of ``params``.
       quantized: the compute parameters that are gathered in low-bit blocks (qwZ).
     """
 
     mesh: Mesh
-    axis: str
     config: ZeroConfig
-    params: PyTree
-    grads: PyTree
-    opt_state: PyTree
-    step: PyTree
-    rest: PyTree
-    leaves: dict[str, tuple[Leaf, ...]]
+    parts: Parts
     compute: tuple[Leaf, ...]
     quantized: QuantizedWeights
+
+    @functools.cached_property
+    def axis(self) -> str:
+        """The axis over which ZeRO shards."""
+        return zero_axis(self.mesh)
+
+    @functools.cached_property
+    def params(self) -> PyTree:
+        """The ``PartitionSpec`` of each parameter at rest."""
+        return _specs(self.parts.params)
+
+    @functools.cached_property
+    def grads(self) -> PyTree:
+        """The ``PartitionSpec`` in which each gradient is accumulated."""
+        return _specs(self.parts.params, "own_spec" if self.config.stage < 2 else "spec")
+
+    @functools.cached_property
+    def opt_state(self) -> PyTree:
+        """The ``PartitionSpec`` of each array of the optimizer state at rest."""
+        return _specs(self.parts.opt_state)
+
+    @functools.cached_property
+    def step(self) -> PartitionSpec:
+        """The ``PartitionSpec`` of the step counter."""
+        return self.parts.step.spec  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def rest(self) -> PyTree:
+        """The ``PartitionSpec`` of each array of the other state at rest."""
+        return _specs(self.parts.rest)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, tuple[Leaf, ...]]:
+        """The leaves of ``params``, ``opt_state`` and ``rest`` in order, with reasons."""
+        groups = {name: getattr(self.parts, name) for name in ("params", "opt_state", "rest")}
+        return {name: tuple(jax.tree.leaves(group)) for name, group in groups.items()}
 
     @property
     def bytes_per_device(self) -> int:
@@ -102,18 +136,11 @@ class Plan(Summarized):
 
     def all_leaves(self) -> list[Leaf]:
         """Returns the leaves of all parts of the state, in order."""
-        step = Leaf("step", (), jnp.dtype(jnp.int32), self.step, self.step, "", 4, 4)
-        leaves = self.leaves
-        return [*leaves["params"], *leaves["opt_state"], step, *leaves["rest"]]
+        return jax.tree.leaves(self.parts)
 
     def bytes_in(self, place: str) -> int:
         """Returns the bytes per device of the state at rest in ``place``."""
-        return sum(
-            leaf.bytes_per_device
-            for group in self.leaves.values()
-            for leaf in group
-            if leaf.place == place
-        )
+        return sum(table.bytes_in(place, group) for group in self.leaves.values())
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -123,16 +150,14 @@ class Plan(Summarized):
     @property
     def lost(self) -> str:
         """A sentence on the bytes that each device holds beyond its share; empty for none."""
-        affected = [leaf for leaf in self.all_leaves() if leaf.lost]
+        leaves = self.all_leaves()
+        affected = [leaf for leaf in leaves if leaf.lost]
         if not affected:
             return ""
-        lost, largest = (
-            sum(leaf.lost for leaf in affected),
-            max(affected, key=lambda leaf: leaf.lost),
-        )
-        total = sum(leaf.bytes_per_device for leaf in self.all_leaves())
+        largest = max(affected, key=lambda leaf: leaf.lost)
         return (
-            f"{table.size(lost)} of each device's {table.size(total)} is beyond "
+            f"{table.size(sum(leaf.lost for leaf in affected))} of each device's "
+            f"{table.size(sum(leaf.bytes_per_device for leaf in leaves))} is beyond "
             f"its share: {len(affected)} arrays have no dimensions that all of "
             f"{axis_size(self.mesh, self.axis)} devices divide, the largest {largest.path} "
             f"{largest.shape}"
@@ -140,10 +165,18 @@ class Plan(Summarized):
 
     @property
     def replicated_state(self) -> str:
-        """A sentence on the extra state that every device replicates; empty if that state is small
-        or no devices could share it."""
-        shared = self.config.stage > 0 and axis_size(self.mesh, self.axis) > 1
-        return table.replicated_state(self.leaves["rest"]) if shared else ""
+        """A sentence on the extra state that every device replicates; empty if that state is below
+        ``MUCH`` or no devices could share it."""
+        replicated = [x for x in self.leaves["rest"] if x.reason and not x.sharded and x.bytes]
+        n_bytes = sum(leaf.bytes_per_device for leaf in replicated)
+        if n_bytes < MUCH or not self.config.stage or axis_size(self.mesh, self.axis) == 1:
+            return ""
+        largest = max(replicated, key=lambda leaf: leaf.bytes_per_device)
+        return (
+            f"{table.size(n_bytes)} of state beside the parameters is replicated on each device: "
+            f"{len(replicated)} arrays, the largest {largest.path} {largest.shape} "
+            f"({largest.reason})"
+        )
 
     @property
     def streamed(self) -> list[bool]:
@@ -154,17 +187,8 @@ class Plan(Summarized):
     def shardings(self) -> Parts:
         """Returns the :class:`jax.sharding.NamedSharding` of every array, in the form of the
         state's parts. A leaf on disk has the sharding in which it is sent to the device."""
-
-        def placed(specs: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-            tree = jax.tree.structure(specs, is_leaf=_is_spec)
-            return jax.tree.unflatten(tree, [self.sharding(leaf) for leaf in leaves])
-
-        return Parts(
-            placed(self.params, self.leaves["params"]),
-            placed(self.opt_state, self.leaves["opt_state"]),
-            NamedSharding(self.lowering_mesh, self.step),
-            placed(self.rest, self.leaves["rest"]),
-        )
+        shardings: Parts = jax.tree.map(self.sharding, self.parts)
+        return shardings
 
     def at_rest(self, parts: Parts) -> Parts:
         """Pads the arrays of a state to their shapes at rest; call under ``jit``."""
@@ -178,8 +202,7 @@ class Plan(Summarized):
         """Removes the padding of one array, sharded as the leaf is; call under ``jit``."""
         if leaf.even:
             return x
-        sliced = x[tuple(map(slice, leaf.shape))]
-        return lax.with_sharding_constraint(sliced, self.sharding(leaf))
+        return lax.with_sharding_constraint(unpad(x, leaf.shape), self.sharding(leaf))
 
     def stored(self, state: Tree) -> Tree:
         """Replaces the leaves of a state that the user sees by their arrays at rest."""
@@ -196,7 +219,8 @@ class Plan(Summarized):
     def results(self, out: PyTree) -> PyTree:
         """Constrains the further results of a user's function; call under ``jit``.
 
-        ``jit`` cannot infer the sharding of a result computed from an array on a divided mesh.
+        A result computed from an array on a divided mesh would be on that mesh too, and its spec
+        would name parts of axes that the user's mesh does not have.
         """
         if not any(leaf.divided for leaf in self.all_leaves()):
             return out
@@ -221,9 +245,7 @@ class Plan(Summarized):
 
     def on_device(self, specs: PyTree) -> PyTree:
         """Turns a tree of specs into shardings in device memory."""
-        return jax.tree.map(
-            lambda spec: layout.sharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec
-        )
+        return jax.tree.map(lambda spec: layout.sharding(self.lowering_mesh, spec), specs)
 
     @property
     def lowering_mesh(self) -> Any:
@@ -233,8 +255,17 @@ class Plan(Summarized):
         return self.mesh.abstract_mesh if virtual else self.mesh
 
     def table(self) -> str:
-        """Lists every parameter with its spec, bytes per device and, if replicated, the reason."""
+        """Lists every parameter and every other large array with its spec, bytes per device and, if
+        replicated, the reason; then the totals, and notes on what changes the numbers."""
         config, groups = self.config, self._groups()
+        large = [x for x in groups["rest"] if math.prod(x.shape) > config.small_array_size]
+        listed = [*groups["params"], *large]
+        rows = [table.HEADS, *(table.cells([leaf]) for leaf in listed)]
+        if any(leaf.place != DEVICE for leaves in groups.values() for leaf in leaves):
+            places = ["in", *(leaf.place for leaf in listed)]
+            rows = [(*row[:-1], place, row[-1]) for row, place in zip(rows, places, strict=True)]
+        totals = table.totals_rows(groups)
+        right = range(1, len(totals[0]))
         notes = [
             f"{note.key} = {note.value} ({note.status}: {note.reason})"
             for note in config.notes
@@ -244,8 +275,8 @@ class Plan(Summarized):
         platform = self.mesh.devices.flat[0].platform
         if config.xla_options and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
-        small = self.config.small_array_size
-        return table.render(self._title(), groups, [self._total(), *notes], small)
+        tables = [*table.columns(rows, right=(4,)), "", *table.columns(totals, right=right)]
+        return "\n".join([self._title(), "", *tables, "", self._total(), *notes])
 
     __str__ = table
 
@@ -258,14 +289,14 @@ class Plan(Summarized):
 
     def _groups(self) -> dict[str, Sequence[Leaf]]:
         """Returns the leaves by group, see ``table.GROUPS``."""
-        at_rest = {
+        return {
             "params": self.leaves["params"],
             "grads": self.gradients(),
             "compute": self.copies(),
             "secondary": self.secondary(),
             "live": self.live.leaves,
+            **self.leaves,
         }
-        return {**at_rest, **self.leaves}
 
     def _title(self) -> str:
         """Returns the stage and the devices, then warnings on what cannot be sharded."""
@@ -330,14 +361,12 @@ class Plan(Summarized):
     @functools.cached_property
     def live(self) -> Live:
         """The compute parameters that stay gathered for an entire update."""
-        return Live(self.config, self.compute, self.mesh, self.axis)
+        return Live(self.config, self.compute, self.mesh)
 
     def secondary(self) -> tuple[Leaf, ...]:
         """Returns the compute parameters as one partition stores them during a step (hpZ)."""
         return tuple(
-            dataclasses.replace(
-                Leaf.of(leaf.path, leaf, spec, leaf.own_spec, "", self.mesh), place=leaf.place
-            )
+            leaf.with_spec(spec, self.mesh)
             for leaf in self.compute
             if (spec := self.secondary_spec(leaf)) is not None
         )
@@ -363,17 +392,17 @@ class Plan(Summarized):
         parameters at rest.
 
         The gradient of an offloaded parameter is sent to host memory."""
-        specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)
+        at_rest = self.leaves["params"]
+        forms = (
+            [leaf.with_spec(leaf.own_spec, self.mesh, leaf.reason) for leaf in at_rest]
+            if self.config.stage < 2
+            else at_rest
+        )
         return tuple(
-            dataclasses.replace(
-                Leaf.of(leaf.path, leaf, spec, leaf.own_spec, leaf.reason, self.mesh),
-                place=DEVICE if compute_leaf.place == DEVICE else HOST,
-            )
-            for leaf, spec, compute_leaf in zip(
-                self.leaves["params"], specs, self.compute, strict=True
-            )
+            dataclasses.replace(form, place=DEVICE if leaf.place == DEVICE else HOST)
+            for form, leaf in zip(forms, self.compute, strict=True)
         )
 
 
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
+def _specs(leaves: PyTree, name: str = "spec") -> PyTree:
+    return jax.tree.map(operator.attrgetter(name), leaves)

@@ -2,9 +2,9 @@
 to equal shards, or sharded along two dimensions by the factors of an axis.
 
 JAX has only equal shards: 4096 rows over 24 devices are stored as 24 shards of 171 rows, of which
-the last 8 rows are zeros. JAX also does not combine arrays on a mesh whose axes are divided into
-factors with arrays on the undivided mesh. Steps and users compute with the array in its own shape:
-they see neither the padding nor the divided mesh.
+the last 8 rows are zeros. The spec of an array that is sharded by factors names parts of axes, on a
+mesh whose axes are divided, and what JAX computes from the array has such a spec too. Steps and
+users compute with the array in its own shape: they see neither the padding nor the divided mesh.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ class StoredArray:
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # == is element by element
 
     def __init__(self, stored: Any, shape: Sequence[int]) -> None:
-        self.stored: Any
-        self.shape: tuple[int, ...]
-        self.dtype: np.dtype
-        self.ndim: int
-        self.size: int
-        self.stored, self.shape, self.dtype = stored, tuple(shape), stored.dtype
-        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.stored: Any = stored
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype: np.dtype = stored.dtype
+        self.ndim: int = len(self.shape)
+        self.size: int = math.prod(self.shape)
         self.nbytes: int = self.size * self.dtype.itemsize
         self.is_fully_addressable: bool = stored.is_fully_addressable
 
@@ -93,11 +91,11 @@ class StoredArray:
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
         return cast(
             jax.Array,
-            jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape),
+            jax.jit(unpad, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape),
         )
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        values = np.asarray(_cut(np.asarray(self.stored), self.shape), dtype)
+        values = np.asarray(unpad(np.asarray(self.stored), self.shape), dtype)
         return values.copy() if copy else values
 
     def __jax_array__(self) -> jax.Array:
@@ -123,7 +121,7 @@ class StoredArray:
         )
 
 
-def _cut(x: Arr, shape: tuple[int, ...]) -> Arr:
+def unpad(x: Arr, shape: tuple[int, ...]) -> Arr:
     """Removes the padding from an array of ``shape``."""
     return x[tuple(map(slice, shape))]
 

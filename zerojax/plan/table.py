@@ -1,14 +1,12 @@
-"""The plan as a readable table."""
+"""Tables as text: the plan in full, and the short tables that objects have as their ``repr``."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from zerojax.plan.leaf import Leaf
-
-MUCH = 2**26
-"""Bytes of replicated extra state up to which zerojax gives no warning."""
 
 GROUPS = {
     "params": "parameters",
@@ -20,13 +18,17 @@ GROUPS = {
     "rest": "other state",
 }
 
-
 PLACES = {
     "device": "on each device",
     "host": "in host memory, for each device",
     "disk": "on disk, for each device",
 }
-WHY = "why replicated"
+HEADS = ("parameter", "shape", "dtype", "spec", "bytes/device", "why replicated")
+
+MOST_ROWS = 10
+"""The most rows of a short table; further ones are counted."""
+
+Row = tuple[str, ...]
 
 
 def size(n: float) -> str:
@@ -36,23 +38,6 @@ def size(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} TB"
-
-
-def replicated_state(rest: Sequence[Leaf]) -> str:
-    """Returns a sentence on the extra state that every device replicates; empty below ``MUCH``.
-
-    Args:
-      rest: The leaves of the extra state.
-    """
-    replicated = [leaf for leaf in rest if leaf.reason and not leaf.sharded and leaf.bytes]
-    n_bytes = sum(leaf.bytes_per_device for leaf in replicated)
-    if n_bytes < MUCH:
-        return ""
-    largest = max(replicated, key=lambda leaf: leaf.bytes_per_device)
-    return (
-        f"{size(n_bytes)} of state beside the parameters is replicated on each device: "
-        f"{len(replicated)} arrays, the largest {largest.path} {largest.shape} ({largest.reason})"
-    )
 
 
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
@@ -68,69 +53,107 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     ]
 
 
-def render(
-    title: str,
-    groups: Mapping[str, Sequence[Leaf]],
-    notes: Sequence[str],
-    small: int,
-) -> str:
-    """Renders a plan as text: every parameter and every other large array, the totals, the notes.
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text.
 
-    Args:
-      title: the first line.
-      groups: the plan's leaves by group, see ``GROUPS``.
-      notes: further lines, on what changes the numbers.
-      small: the most elements of an array that is not large.
+    Attributes:
+      rows: The cells; all rows have equally many.
+      right: The columns that are flushed right.
+      more: The number of rows that were left out.
     """
-    used_places = {leaf.place for leaves in groups.values() for leaf in leaves}
-    is_offloaded = used_places != {"device"}
-    listed = [*groups["params"], *(x for x in groups["rest"] if math.prod(x.shape) > small)]
-    rows = [
-        (
-            "parameter",
-            "shape",
-            "dtype",
-            "spec",
-            "bytes/device",
-            *(["in"] if is_offloaded else []),
-            WHY,
-        )
-    ]
-    rows += [
-        (
-            leaf.path,
-            "x".join(map(str, leaf.shape)) or "scalar",
-            str(leaf.dtype),
-            str(leaf.spec).replace("PartitionSpec", "P"),
-            size(leaf.bytes_per_device),
-            *([leaf.place] if is_offloaded else []),
-            leaf.reason,
-        )
-        for leaf in listed
-    ]
-    totals = totals_rows(groups)
-    right = range(1, len(totals[0]))
-    lines = [title, "", *columns(rows, right=(4,)), "", *columns(totals, right=right)]
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+    rows: Sequence[Row]
+    right: Sequence[int] = ()
+    more: int = 0
+
+    def lines(self) -> list[str]:
+        """Returns the rows as lines of text."""
+        more = [f"... {self.more:,} more rows"] if self.more else []
+        return [f"  {line}".rstrip() for line in [*columns(self.rows, self.right), *more]]
 
 
-def totals_rows(groups: Mapping[str, Sequence[Leaf]]) -> list[tuple[str, ...]]:
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A title, tables and closing lines.
+
+    Example:
+      >>> print(Summary("a title", (Table([("stage", "3"), ("batch", "16")]),)))
+      a title
+        stage  3
+        batch  16
+    """
+
+    title: str
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        tables = ["\n".join(table.lines()) for table in self.tables if table.rows]
+        return "\n".join([self.title, *filter(None, ["\n\n".join(tables)]), *self.notes])
+
+
+class Summarized:
+    """An object whose ``repr`` is its :class:`Summary`."""
+
+    def summary(self) -> Summary:
+        """Returns a title and a few rows that describe the object."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return str(self.summary())
+
+
+def first_rows(rows: Sequence[Row]) -> Table:
+    """Returns a table with the first rows, at most ``MOST_ROWS``."""
+    return Table(rows[:MOST_ROWS], more=max(0, len(rows) - MOST_ROWS))
+
+
+def leaves_table(leaves: Iterable[Leaf]) -> Table:
+    """Returns a table of arrays with one row for equal layers: arrays that differ only in a number
+    in their path. If there are more than ``MOST_ROWS``, the table has the largest."""
+    groups: dict[object, list[Leaf]] = {}
+    for leaf in leaves:
+        pattern = re.sub(r"\d+", "*", leaf.path)
+        key = (pattern, leaf.shape, str(leaf.dtype), leaf.spec, leaf.reason, leaf.place)
+        groups.setdefault(key, []).append(leaf)
+    largest = sorted(groups.values(), key=lambda group: -sum(leaf.bytes for leaf in group))
+    kept = {id(group) for group in largest[:MOST_ROWS]}
+    rows: list[Row] = [(HEADS[0], "arrays", *HEADS[1:])]
+    for group in groups.values():
+        if id(group) in kept:
+            path, *others = cells(group)
+            rows.append((path, f"{len(group):,}", *others))
+    return Table(rows, right=(1, 5), more=len(groups) - len(kept))
+
+
+def cells(leaves: Sequence[Leaf]) -> Row:
+    """Returns the cells of equal arrays under ``HEADS``."""
+    leaf = leaves[0]
+    return (
+        leaf.path if len(leaves) == 1 else re.sub(r"\d+", "*", leaf.path),
+        "x".join(map(str, leaf.shape)) or "scalar",
+        str(leaf.dtype),
+        str(leaf.spec).replace("PartitionSpec", "P"),
+        size(sum(each.bytes_per_device for each in leaves)),
+        leaf.reason,
+    )
+
+
+def totals_rows(groups: Mapping[str, Sequence[Leaf]]) -> list[Row]:
     """Returns the bytes of each group, in all and per device in each place, after a header."""
     used_places = {leaf.place for leaves in groups.values() for leaf in leaves}
     places = [place for place in PLACES if place in used_places]
     heads = ["bytes/device"] if places == ["device"] else [PLACES[place] for place in places]
-    return [
-        ("", "bytes in all", *heads),
-        *(
-            (
-                GROUPS[name],
-                size(sum(leaf.bytes for leaf in leaves)),
-                *(
-                    size(sum(leaf.bytes_per_device for leaf in leaves if leaf.place == place))
-                    for place in places
-                ),
-            )
-            for name, leaves in groups.items()
-            if leaves
-        ),
-    ]
+    rows: list[Row] = [("", "bytes in all", *heads)]
+    for name, leaves in groups.items():
+        if leaves:
+            in_all = size(sum(leaf.bytes for leaf in leaves))
+            by_place = [size(bytes_in(place, leaves)) for place in places]
+            rows.append((GROUPS[name], in_all, *by_place))
+    return rows
+
+
+def bytes_in(place: str, leaves: Iterable[Leaf]) -> int:
+    """Returns the bytes per device of the arrays in ``place``."""
+    return sum(leaf.bytes_per_device for leaf in leaves if leaf.place == place)

@@ -20,7 +20,7 @@ from zerojax.distributed.lockstep import Lockstep, lockstep
 from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
-from zerojax.plan.short import Summarized, Summary, Table
+from zerojax.plan.table import Summarized, Summary, Table
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, Constant, RearrangedFunction, Signature
 from zerojax.trace.explicit import Explicit

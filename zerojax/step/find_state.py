@@ -14,9 +14,9 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from zerojax.devices.mesh import explicit_axes
-from zerojax.placement.replicated import check_one_copy
-from zerojax.plan.extra_state import is_optimizer_state
+from zerojax.placement.checks import check_one_copy
 from zerojax.plan.places import PINNED
+from zerojax.plan.planning import is_optimizer_state
 from zerojax.step.call import is_array, is_key, without_pmap
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import are_arrays, form_of, has_form

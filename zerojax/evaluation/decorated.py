@@ -69,7 +69,7 @@ class Evaluation(Decorated[P, R]):
             yield from program.lowered(subject.opened, call.batch, call.further)
 
     def _opened(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Subject, Call]:
-        call = self._arguments.sort(args, kwargs)
+        call = self._arguments.sort(self._arguments.by_slot(args, kwargs))
         subject = subject_of(call.objects, self._states)
         opened = self._states.observed(subject.opened)
         return dataclasses.replace(subject, opened=opened), call

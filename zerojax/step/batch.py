@@ -154,8 +154,7 @@ class BatchLayout(BatchPlacer):
         if self.sizes.accumulation == 1:
             return
         rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)} - {None}
-        args, kwargs = call.further
-        given = dict(zip(call.signature.further, (*args, *kwargs.values()), strict=True))
+        given = dict(zip(call.signature.further, call.further, strict=True))
         alike = {
             slot: [x for x in jax.tree.leaves(value) if _rows(x) in rows]
             for slot, value in given.items()

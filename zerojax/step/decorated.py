@@ -218,7 +218,7 @@ def _named(call: Call) -> dict[str, PyTree]:
         keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
         names = [f"batch{keystr(path)}" for path, _ in leaves(call.batch)]
         further = leaves(call.further, is_leaf=_is_constant)
-        names += [f"argument {keystr(path[1:])} behind the batch" for path, _ in further]
+        names += [f"argument {keystr(path)} behind the batch" for path, _ in further]
         known.names = tuple(names)
         arrays = zip(names, _leaves(call), strict=True)
         known.described = {name: _form(x) for name, x in arrays if not _is_constant(x)}

@@ -28,8 +28,7 @@ def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) ->
 
     def run(parts: Parts, batch: PyTree, further: Further) -> None:
         view = WrappedView.of(View(parts.opt_state), _stop)
-        args, kwargs = further
-        step(*opened.kind.close(parts._replace(opt_state=view), None), batch, *args, **kwargs)
+        step(*opened.kind.close(parts._replace(opt_state=view), None), batch, *further)
 
     try:
         jax.eval_shape(run, jax.tree.map(computed, opened.parts), call.batch, call.further)

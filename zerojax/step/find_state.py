@@ -17,7 +17,7 @@ from zerojax.devices.mesh import explicit_axes
 from zerojax.placement.replicated import check_one_copy
 from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.plan.places import PINNED
-from zerojax.step.call import is_array, is_key, without_pmap
+from zerojax.step.call import RearrangedFunction, is_array, is_key
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import are_arrays, form_of, has_form
 from zerojax.train_state.results import summary, take_out
@@ -26,10 +26,8 @@ from zerojax.xla.types import PyTree
 
 
 def find_state(
-    function: Callable[..., PyTree],
-    name: str,
+    function: RearrangedFunction,
     given: Mapping[Slot, PyTree],
-    free: Sequence[Slot],
     batch: Sequence[Slot],
     text: Callable[[Sequence[Slot]], str],
 ) -> list[Slot]:
@@ -39,10 +37,8 @@ def find_state(
     if the batch is named; numbers and random keys do not count.
 
     Args:
-      function: The step.
-      name: The step's name for messages.
-      given: Its arguments by position and name.
-      free: The arguments that may be the state.
+      function: The step, called with all arguments that may be the state in the state's place.
+      given: Its arguments by slot.
       batch: The arguments that are the batch, if it is named.
       text: Describes arguments for messages.
 
@@ -52,12 +48,13 @@ def find_state(
       ValueError: The state has a copy for each device.
     """
 
+    name, free = function.__name__, function.signature.state
+
     def by_name(slots: Sequence[Slot]) -> dict[str, PyTree]:
         return {text([slot]): given[slot] for slot in slots}
 
     try:
-        with without_pmap(name):
-            results = _shapes_of_results(function, given, free)
+        results = _shapes_of_results(function, given)
     except (TypeError, ValueError) as error:  # of shapes with an extra dimension, say
         check_one_copy(by_name(free), error)
         _note_numbers(by_name(free), error)
@@ -135,9 +132,8 @@ def _other_dtypes(results: PyTree, candidates: Mapping[str, PyTree]) -> str:
     return f" {'; '.join(changes[:3])}: cast it back in the step." if changes else ""
 
 
-def _shapes_of_results(
-    function: Callable[..., PyTree], given: Mapping[Slot, PyTree], free: Sequence[Slot]
-) -> PyTree:
+def _shapes_of_results(function: RearrangedFunction, given: Mapping[Slot, PyTree]) -> PyTree:
+    free = function.signature.state
     leaves, tree = jax.tree.flatten([given[slot] for slot in free])
     traced = [
         is_array(x) and array
@@ -149,9 +145,7 @@ def _shapes_of_results(
         remaining = iter(arrays)
         pairs = zip(leaves, traced, strict=True)
         filled = jax.tree.unflatten(tree, [next(remaining) if array else x for x, array in pairs])
-        arguments = {**given, **dict(zip(free, filled, strict=True))}
-        args = [arguments[i] for i in range(sum(isinstance(slot, int) for slot in arguments))]
-        results = function(*args, **{k: x for k, x in arguments.items() if isinstance(k, str)})
+        results = function(*filled, (), *(given[slot] for slot in function.signature.further))
         untraced[:] = [None if is_array(x) else x for x in jax.tree.leaves(results)]
         returned.append(jax.tree.structure(results))
         return [x for x in jax.tree.leaves(results) if is_array(x)]

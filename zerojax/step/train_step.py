@@ -27,11 +27,12 @@ from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.quantize import check_trainable
-from zerojax.step.arguments import Arguments, LastSlots
+from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.find_optimizer import find_optimizer
+from zerojax.step.jitted import Slot
 from zerojax.step.last import Continue, LastState, returned_state, updated_objects
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepSetting
@@ -74,7 +75,7 @@ class Step(Decorated[P, R]):
         super().__init__(arguments, states)
         self._donate, self._guard = donate, guard
         self._after_step = AfterStep(states.config)
-        self._last: tuple[LastState, StepProgram, LastSlots] | None = None
+        self._last: tuple[LastState, StepProgram] | None = None
         self._numbers: tuple[StepSetting, Sequence[Any]] | None = None
 
     @property
@@ -85,8 +86,10 @@ class Step(Decorated[P, R]):
 
     @compat.with_short_traceback
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        found, slots = self._find_last(args, kwargs)
-        call = self._arguments.sort(args, kwargs, slots)
+        given = self._arguments.by_slot(args, kwargs)
+        found = self._find_last(given)
+        left = None if found is None else found.program.setting.body.function
+        call = self._arguments.sort(given, left)
         watchdog = self._watchdog
         if not call.known.checked:
             _check_concrete(self._arguments.name, call.batch)
@@ -105,20 +108,17 @@ class Step(Decorated[P, R]):
             out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
 
-    def _find_last(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[_Start, LastSlots] | tuple[None, None]:
+    def _find_last(self, given: Mapping[Slot, PyTree]) -> _Start | None:
         """Returns the start of a call that continues from the state that the last step left, which
-        needs no further checks, and the slots of that state; None for another call."""
+        needs no further checks; None for another call."""
         if self._last is None:
-            return None, None
-        last, program, slots = self._last
-        try:
-            objects = [args[s] if isinstance(s, int) else kwargs[s] for s in slots.slots]
-        except (IndexError, KeyError):
-            return None, None
-        found = last.find(tuple(objects))
-        return (None, None) if found is None else (_Start(program, *found), slots)
+            return None
+        last, program = self._last
+        slots = program.setting.body.function.signature.state
+        if any(slot not in given for slot in slots):
+            return None
+        found = last.find(tuple([given[slot] for slot in slots]))
+        return None if found is None else _Start(program, *found)
 
     def _run(
         self, call: Call, explicit: Explicit | None, found: _Start | None
@@ -163,8 +163,7 @@ class Step(Decorated[P, R]):
         objects = None if after is None else after(result.flat)
         if objects is None:
             objects, last = self._closed(call, program, result.flat)
-            slots = LastSlots(call.signature.state, program)
-            self._last = None if last is None else (last, program, slots)
+            self._last = None if last is None else (last, program)
         if setting.kind.any_pytree:
             # Nothing else shows that zerojax created these arrays, which a step may donate.
             owned = self._states.owned
@@ -354,7 +353,7 @@ class Step(Decorated[P, R]):
     ) -> Iterator[tuple[StepProgram, Parts, Call]]:
         """Yields the program for these arguments, abstract or concrete; the state's parts; and the
         sorted arguments."""
-        call = self._arguments.sort(args, kwargs)
+        call = self._arguments.sort(self._arguments.by_slot(args, kwargs))
         with automatic_context(self._states.mesh) as names:
             explicit = Explicit.of(names, call.batch)
             opened = self._states.open(call.objects)

@@ -33,7 +33,7 @@ from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.find_optimizer import find_optimizer
 from zerojax.step.jitted import Slot
-from zerojax.step.last import Continue, LastState, returned_state, updated_objects
+from zerojax.step.last import Continue, LastState
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepSetting
 from zerojax.step.resident import ResidentStep
@@ -201,18 +201,18 @@ class Step(Decorated[P, R]):
     ) -> tuple[tuple[PyTree, ...], LastState | None]:
         """Returns the state's objects with the arrays after a step, NNX objects updated in place;
         and their recognition by the next step."""
-        setting, parts = program.setting, flat.parts()
-        if setting.kind.write_back is not None:
-            setting.kind.write_back(call.objects, parts, setting.tx)
-            own = 0 if setting.kind.knows_parameters else len(jax.tree.leaves(parts[:3]))
-            return call.objects, updated_objects(call.objects, flat, own)
-        objects = setting.kind.close(parts, setting.tx)
-        own_parts = {}
-        if setting.kind.any_pytree:
-            own_parts = {"step": parts.step}
-            if not setting.kind.knows_parameters:
-                own_parts["opt_state"] = parts.opt_state
-        return objects, returned_state(objects, flat, own_parts)
+        kind, tx, parts = program.setting.kind, program.setting.tx, flat.parts()
+        if kind.write_back is None:
+            objects = kind.close(parts, tx)
+        else:
+            objects = call.objects
+            kind.write_back(objects, parts, tx)
+        own = {}
+        if kind.any_pytree:
+            own["step"] = parts.step
+            if not kind.knows_parameters:
+                own["opt_state"] = parts.opt_state
+        return objects, LastState.of(objects, flat, own)
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)

@@ -1,8 +1,8 @@
 """The decorated call: the course of a step, from its arguments to its results.
 
-:meth:`Step.__call__` sorts the arguments; ``_begin`` recognizes the state that the last step
-returned, or opens and places another one; the program runs; and the user's state
-is rebuilt around its arrays.
+:meth:`Step.__call__` sorts the arguments; recognizes the state that the last step left, or opens
+and places another one (``_begin``); places the batch (``_placed``); runs the program; and rebuilds
+the user's state around its arrays (``_finished``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zerojax.step.find_optimizer import find_optimizer
 from zerojax.step.jitted import Slot
 from zerojax.step.last import Continue, LastState
 from zerojax.step.offloaded import OffloadedStep
-from zerojax.step.program import StepProgram, StepSetting
+from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import from_cached_partial
@@ -100,7 +100,21 @@ class Step(Decorated[P, R]):
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)
-            objects, out = self._run(call, explicit, found)
+            if found is None or not found.program.setting.serves(call.signature, explicit):
+                found = self._begin(call, explicit)
+            elif found.program.setting.kind.write_back is not None:
+                from_cached_partial()
+            call, batch = self._placed(found, call, explicit)
+            program, parts = found.program, found.flat.parts
+            # Before it runs: processes with unequal programs would wait for each other.
+            self._compare(program, call, lambda: program.lowered(parts(), call.batch, call.further))
+            if self._guard is not None and not program.fits:
+                self._check_memory(self._guard, program, call, parts(), batch)
+                program.fits = True
+            result = program(found.flat, batch, call.further)
+            objects = self._finished(found, call, self._after_step.phase("step", result))
+            call.known.checked = self._is_alone and explicit is None
+        out = result.out
         if watchdog:
             watchdog.ran(out)
         self._limit_in_flight(out, self._numbers)
@@ -120,63 +134,65 @@ class Step(Decorated[P, R]):
         found = last.find(tuple([given[slot] for slot in slots]))
         return None if found is None else _Start(program, *found)
 
-    def _run(
-        self, call: Call, explicit: Explicit | None, found: _Start | None
-    ) -> tuple[tuple[PyTree, ...], PyTree]:
-        """Returns the state's objects after the step, and the results without these objects."""
-        if found is None or not found.program.setting.serves(call.signature, explicit):
-            found = self._begin(call, explicit)
-        elif found.program.setting.kind.write_back is not None:
-            from_cached_partial()
-        program, flat, after = found
-        known, plain = call.known, self._is_alone and explicit is None
+    def _placed(self, start: _Start, call: Call, explicit: Explicit | None) -> tuple[Call, PyTree]:
+        """Checks the arguments beside the state; returns the call with arrays that the program may
+        read although it takes over the state's memory, and the batch on the devices."""
+        setting, leaves, known = start.program.setting, start.flat.leaves, call.known
+        plain, layout = self._is_alone and explicit is None, start.program.setting.layout
         is_checked = plain and known.checked
-        setting, layout, after_step = program.setting, program.setting.layout, self._after_step
         call = call._replace(further=setting.with_specs(call.further))
         if not is_checked:
             layout.check(call.batch)
         # A step takes over a state as a whole: two arrays tell, at no cost for each leaf.
-        _check_not_deleted((flat.leaves[0], flat.leaves[-1]))
-        after_step.check()
+        _check_not_deleted((leaves[0], leaves[-1]))
+        self._after_step.check()
         is_placed = is_checked and known.placed
-        batch = after_step.phase("batch", call.batch if is_placed else layout.place(call.batch))
+        batch = call.batch if is_placed else layout.place(call.batch)
+        batch = self._after_step.phase("batch", batch)
         if plain and not is_checked:
             # place returns an array itself if nothing moves.
             known.placed = all(map(operator.is_, *map(jax.tree.leaves, (batch, call.batch))))
         if self._donate:
-            batch, further = _copy_state_arrays(flat, (batch, call.further))
+            batch, further = _copy_state_arrays(start.flat, (batch, call.further))
             call = call._replace(further=further)
         if not is_checked:
             layout.check_more(call)
-        # Before it runs: processes with unequal programs would wait for each other in a collective.
-        self._compare(
-            program,
-            call,
-            lambda: program.lowered(flat.parts(), call.batch, call.further),
-        )
-        if self._guard is not None and not program.fits:
-            self._check_memory(self._guard, program, call, flat.parts(), batch)
-            program.fits = True
-        result = after_step.phase("step", program(flat, batch, call.further))
+        return call, batch
+
+    def _finished(self, start: _Start, call: Call, result: StepResult) -> tuple[PyTree, ...]:
+        """Returns the state's objects with the arrays after a step, NNX objects updated in place;
+        records the state, by which the next call recognizes it, and the step's figures."""
         _check_concrete(self._arguments.name, result.flat.leaves[0])
-        self._numbers = setting, setting.numbers(result.flat)
-        objects = None if after is None else after(result.flat)
+        setting, flat, after_step = start.program.setting, result.flat, self._after_step
+        kind = setting.kind
+        self._numbers = setting, setting.numbers(flat)
+        objects = None if start.after is None else start.after(flat)
         if objects is None:
-            objects, last = self._closed(call, program, result.flat)
-            self._last = None if last is None else (last, program)
-        if setting.kind.any_pytree:
+            parts, own = flat.parts(), {}
+            if kind.write_back is None:
+                objects = kind.close(parts, setting.tx)
+            else:
+                objects = call.objects
+                kind.write_back(objects, parts, setting.tx)
+            if kind.any_pytree:
+                own["step"] = parts.step
+                if not kind.knows_parameters:
+                    own["opt_state"] = parts.opt_state
+            last = LastState.of(objects, flat, own)
+            self._last = None if last is None else (last, start.program)
+        if kind.any_pytree:
             # Nothing else shows that zerojax created these arrays, which a step may donate.
             owned = self._states.owned
             if self._last is None:
-                owned.add(result.flat.leaves)
+                owned.add(flat.leaves)
             else:
                 owned.extend(self._last[0].references)
         setting.body.function.bring_up_to_date(call)
         after_step.note(result.signals)
         if after_step.logs:
-            after_step.record(result.signals, beside(result.out), layout.rows(call.batch))
-        known.checked = plain
-        return objects, result.out
+            rows = setting.layout.rows(call.batch)
+            after_step.record(result.signals, beside(result.out), rows)
+        return objects
 
     def _begin(self, call: Call, explicit: Explicit | None) -> _Start:
         """Opens, checks and places the state of a call, and returns the start of the call."""
@@ -195,24 +211,6 @@ class Step(Decorated[P, R]):
         parts = self._states.state_placer(program.setting.plan).donatable(opened)
         _check_concrete(self._arguments.name, parts.step)
         return _Start(program, FlatParts.of(parts))
-
-    def _closed(
-        self, call: Call, program: StepProgram, flat: FlatParts
-    ) -> tuple[tuple[PyTree, ...], LastState | None]:
-        """Returns the state's objects with the arrays after a step, NNX objects updated in place;
-        and their recognition by the next step."""
-        kind, tx, parts = program.setting.kind, program.setting.tx, flat.parts()
-        if kind.write_back is None:
-            objects = kind.close(parts, tx)
-        else:
-            objects = call.objects
-            kind.write_back(objects, parts, tx)
-        own = {}
-        if kind.any_pytree:
-            own["step"] = parts.step
-            if not kind.knows_parameters:
-                own["opt_state"] = parts.opt_state
-        return objects, LastState.of(objects, flat, own)
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)

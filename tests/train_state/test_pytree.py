@@ -354,7 +354,7 @@ class TestMemory:
         with pytest.raises(ValueError, match="took over the memory of this state"):
             step(third[0], second[1], BATCH)
         step(*third[:2], BATCH)
-        with pytest.raises(ValueError, match="reused its memory"):
+        with pytest.raises(ValueError, match="took over the memory of this state"):
             zero.evaluate(lambda state, batch: loss_of(state[0], batch))(first, BATCH)
 
     def test_the_caller_s_arrays_live_on(self) -> None:

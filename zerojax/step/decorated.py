@@ -6,7 +6,7 @@ import abc
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
@@ -206,6 +206,24 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         if not isinstance(bound, type(self)):
             bound = vars(instance)[self._attribute] = self._with(self._arguments.bound(instance))
         return bound
+
+
+def check_not_deleted(arrays: Iterable[PyTree]) -> None:
+    """Refuses arrays whose memory an earlier step has taken over."""
+    if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
+        raise ValueError(
+            "an earlier step took over the memory of this state, or of a part of it. Continue "
+            "with the state that the step returned, or keep both with zerojax.zero(donate=False)."
+        )
+
+
+def check_concrete(name: str, tree: PyTree) -> None:
+    """Refuses the arrays of a trace."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{name} is decorated with zero and cannot run inside jax.jit, scan, vmap, pmap, grad "
+            "or eval_shape. Call it in a plain Python loop; for shapes, use its lower()."
+        )
 
 
 _COMPARED = 1024  # elements of an array whose values are compared at each call

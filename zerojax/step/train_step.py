@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -30,7 +30,7 @@ from zerojax.quantize import check_trainable
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
-from zerojax.step.decorated import Decorated, P, R
+from zerojax.step.decorated import Decorated, P, R, check_concrete, check_not_deleted
 from zerojax.step.find_optimizer import find_optimizer
 from zerojax.step.jitted import Slot
 from zerojax.step.last import Continue, LastState
@@ -92,7 +92,7 @@ class Step(Decorated[P, R]):
         call = self._arguments.sort(given, left)
         watchdog = self._watchdog
         if not call.known.checked:
-            _check_concrete(self._arguments.name, call.batch)
+            check_concrete(self._arguments.name, call.batch)
         self._agree(call, "..." if found else "a state from elsewhere, ...")
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
@@ -144,7 +144,7 @@ class Step(Decorated[P, R]):
         if not is_checked:
             layout.check(call.batch)
         # A step takes over a state as a whole: two arrays tell, at no cost for each leaf.
-        _check_not_deleted((leaves[0], leaves[-1]))
+        check_not_deleted((leaves[0], leaves[-1]))
         self._after_step.check()
         is_placed = is_checked and known.placed
         batch = call.batch if is_placed else layout.place(call.batch)
@@ -162,7 +162,7 @@ class Step(Decorated[P, R]):
     def _finished(self, start: _Start, call: Call, result: StepResult) -> tuple[PyTree, ...]:
         """Returns the state's objects with the arrays after a step, NNX objects updated in place;
         records the state, by which the next call recognizes it, and the step's figures."""
-        _check_concrete(self._arguments.name, result.flat.leaves[0])
+        check_concrete(self._arguments.name, result.flat.leaves[0])
         setting, flat, after_step = start.program.setting, result.flat, self._after_step
         kind = setting.kind
         self._numbers = setting, setting.numbers(flat)
@@ -197,7 +197,7 @@ class Step(Decorated[P, R]):
     def _begin(self, call: Call, explicit: Explicit | None) -> _Start:
         """Opens, checks and places the state of a call, and returns the start of the call."""
         cached = from_cached_partial()
-        _check_concrete(self._arguments.name, call.objects)
+        check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
         check_trainable(self._arguments.name, opened.parts.params)
         if opened.kind.write_back is not None and cached and opened.plain:
@@ -205,11 +205,11 @@ class Step(Decorated[P, R]):
                 "nnx.cached_partial keeps a copy of the optimizer, which the first step would "
                 "replace. Create both with (model, optimizer) = zero.init(create)."
             )
-        _check_not_deleted(jax.tree.leaves(call.objects) if opened.kind.any_pytree else ())
+        check_not_deleted(jax.tree.leaves(call.objects) if opened.kind.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
         parts = self._states.state_placer(program.setting.plan).donatable(opened)
-        _check_concrete(self._arguments.name, parts.step)
+        check_concrete(self._arguments.name, parts.step)
         return _Start(program, FlatParts.of(parts))
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
@@ -362,15 +362,6 @@ class Step(Decorated[P, R]):
             yield program, opened.parts, call._replace(further=further)
 
 
-def _check_not_deleted(arrays: Iterable[PyTree]) -> None:
-    """Refuses arrays whose memory an earlier step has taken over."""
-    if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
-        raise ValueError(
-            "an earlier step took over the memory of this state, or of a part of it. Continue "
-            "with the state that the step returned, or keep both with zerojax.zero(donate=False)."
-        )
-
-
 def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
     """Copies the further arguments that are arrays of the state, because the step takes over the
     state's memory."""
@@ -379,12 +370,3 @@ def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
         return given
     shared = given_ids.intersection(map(id, flat.leaves))
     return jax.tree.map(lambda x: x.copy() if id(x) in shared else x, given)
-
-
-def _check_concrete(name: str, tree: PyTree) -> None:
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            f"{name} is decorated with zero and cannot run inside jax.jit, scan, vmap, pmap, grad "
-            "or eval_shape. Call it in a plain Python loop, and move what should be compiled with "
-            "it into its body. For shapes, use its lower()."
-        )

@@ -13,7 +13,7 @@ from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, RearrangedFunction, Signature
+from zerojax.step.call import Call, Signature
 from zerojax.step.decorated import Decorated, P, R, check_concrete, check_not_deleted
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.results import put_back
@@ -79,8 +79,8 @@ class Evaluation(Decorated[P, R]):
     def _program(
         self, subject: Subject, signature: Signature, explicit: Explicit | None
     ) -> EvaluationProgram:
-        def make(function: RearrangedFunction) -> EvaluationProgram:
+        def make() -> EvaluationProgram:
+            function = self._arguments.rearranged(signature)
             return EvaluationProgram(function, self._states, subject, explicit)
 
-        program: EvaluationProgram = self._compiled(subject.opened, signature, explicit, make)
-        return program
+        return self._compiled(subject.opened, signature, explicit, make)

@@ -166,7 +166,7 @@ class RearrangedFunction:
         while len(args) in passed:
             args.append(passed.pop(len(args)))
         before = settings(objects)
-        with without_pmap(self.__name__), _with_order(self.__name__, signature):
+        with _with_remedies(self.__name__, signature):
             out = self.function(*args, **{str(self._names.get(x, x)): v for x, v in passed.items()})
         if any(map(is_nnx, objects)):
             ids = {id(x): ObjectPlaceholder(i) for i, x in reversed([*enumerate(objects)])}
@@ -185,27 +185,9 @@ class RearrangedFunction:
 
 
 @contextlib.contextmanager
-def without_pmap(name: str) -> Iterator[None]:
-    """Adds a remedy to the error of a function that names an axis that only a ``pmap`` has.
-
-    Args:
-      name: The function's name.
-    """
-    try:
-        yield
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        raise NameError(
-            f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer). "
-            "Remove it: a decorated step sees the global batch, so that its mean is over all "
-            f"devices. JAX raised: {error}"
-        ).with_traceback(error.__traceback__) from None  # with the user's line
-
-
-@contextlib.contextmanager
-def _with_order(name: str, signature: Signature) -> Iterator[None]:
-    """Adds a remedy to the error of a function that was called with the batch before the state."""
+def _with_remedies(name: str, signature: Signature) -> Iterator[None]:
+    """Adds remedies to the errors of a function that names an axis that only a ``pmap`` has, or
+    that was called with the batch before the state."""
     try:
         yield
     except (AttributeError, TypeError, LookupError) as error:
@@ -215,6 +197,14 @@ def _with_order(name: str, signature: Signature) -> Iterator[None]:
                 f"is defined as {name}(state, batch), swap the arguments."
             )
         raise
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise NameError(
+            f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer). "
+            "Remove it: a decorated step sees the global batch, so that its mean is over all "
+            f"devices. JAX raised: {error}"
+        ).with_traceback(error.__traceback__) from None  # with the user's line
 
 
 def _opened(argument: PyTree) -> PyTree:

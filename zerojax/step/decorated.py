@@ -22,7 +22,7 @@ from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.plan.short import Summarized, Summary, Table
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Constant, RearrangedFunction, Signature
+from zerojax.step.call import Call, Constant, Signature
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
@@ -175,7 +175,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         opened: OpenedState,
         signature: Signature,
         explicit: Explicit | None,
-        make: Callable[[RearrangedFunction], Program],
+        make: Callable[[], Program],
     ) -> Program:
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)
@@ -184,8 +184,9 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         key = opened.kind.key, opened.tx, tree, shapes, opened.specs, signature, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
-            self._programs[key] = make(self._arguments.rearranged(signature))
-        return self._programs[key]
+            self._programs[key] = make()
+        program: Program = self._programs[key]
+        return program
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name

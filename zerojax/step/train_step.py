@@ -28,7 +28,7 @@ from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.quantize import check_trainable
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, RearrangedFunction
+from zerojax.step.call import Call
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R, check_concrete, check_not_deleted
 from zerojax.step.find_optimizer import find_optimizer
@@ -214,16 +214,11 @@ class Step(Decorated[P, R]):
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)
-        program: StepProgram = self._compiled(opened, call.signature, explicit, make)
-        return program
+        return self._compiled(opened, call.signature, explicit, make)
 
-    def _make(
-        self,
-        opened: OpenedState,
-        call: Call,
-        explicit: Explicit | None,
-        function: RearrangedFunction,
-    ) -> StepProgram:
+    def _make(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
+        """Creates the program for a call."""
+        function = self._arguments.rearranged(call.signature)
         if not call.signature.batch:
             self._states.warn_once(
                 f"{self._arguments.name} takes no batch, so that each device computes all of it. "
@@ -324,7 +319,8 @@ class Step(Decorated[P, R]):
           reduce-scatter params['w'] float32 458752 1 produced
           all-reduce  float32 7 1 update
         """
-        with self._checked(args, kwargs, self._fresh) as (program, parts, call):
+        # A program that no call shares, because its ledger is read.
+        with self._checked(args, kwargs, self._make) as (program, parts, call):
             inserter = program.setting.inserter
             inserter.ledger = Ledger(inserter.mesh, asked=True)
             program.traced(parts, call.batch, call.further)
@@ -337,10 +333,6 @@ class Step(Decorated[P, R]):
         with self._checked(args, kwargs, self._program) as (program, parts, call):
             traced = program.traced(parts, call.batch, call.further)
         return names(jaxprs.open_jaxpr(traced.jaxpr)[0])
-
-    def _fresh(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
-        """Creates a program that no call shares, because its ledger is read."""
-        return self._make(opened, call, explicit, self._arguments.rearranged(call.signature))
 
     @contextlib.contextmanager
     def _checked(

@@ -58,6 +58,7 @@ class Arguments:
     Attributes:
       function: The function without its jit.
       name: The function's name for messages.
+      names: The names of its parameters.
       batch_axis: The argument of this name.
 
     Raises:
@@ -68,6 +69,7 @@ class Arguments:
 
     function: Callable[..., PyTree]
     name: str
+    names: list[str]
     batch_axis: int
 
     def __init__(
@@ -88,7 +90,7 @@ class Arguments:
             signature = inspect.signature(lambda *args, **kwargs: None)
         parameters = signature.parameters.values()
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self._names = [p.name for p in parameters]
+        self.names = [p.name for p in parameters]
         self._positional = [p.name for p in parameters if p.kind in kinds]
         self._variadic = {p.kind for p in parameters}.difference(kinds)
         options = {"static": static, "batch": batch, "state": state, "frozen": frozen}
@@ -193,7 +195,7 @@ class Arguments:
         """Returns the arguments of the function as a bound method of ``instance``."""
         arguments = copy.copy(self)
         arguments.function = types.MethodType(self.function, instance)
-        arguments._positional = self._positional[1:]
+        arguments.names, arguments._positional = self.names[1:], self._positional[1:]
         arguments._named = {option: without_self(slots) for option, slots in self._named.items()}
         # Slots count without self now, so that what is known of calls does not hold.
         arguments._known = {}
@@ -272,7 +274,7 @@ class Arguments:
     def _in_order(self, given: dict[Slot, PyTree]) -> dict[Slot, PyTree]:
         """Sorts arguments in the order of the function's parameters, unknown ones last."""
         known: list[Slot] = sorted(slot for slot in given if isinstance(slot, int))
-        known += [name for name in self._names if name in given]
+        known += [name for name in self.names if name in given]
         return {slot: given[slot] for slot in known} | given
 
     def _slots(self, option: str, given: Slots) -> tuple[Slot, ...]:
@@ -284,7 +286,7 @@ class Arguments:
         n, found = len(self._positional), list[Slot]()
         for x in several:
             if isinstance(x, str):
-                fits = x in self._names or inspect.Parameter.VAR_KEYWORD in self._variadic
+                fits = x in self.names or inspect.Parameter.VAR_KEYWORD in self._variadic
             elif hasattr(x, "__index__"):
                 beyond = x >= n and inspect.Parameter.VAR_POSITIONAL in self._variadic
                 fits = beyond or -n <= x < n
@@ -293,7 +295,7 @@ class Arguments:
             if not fits:
                 raise ValueError(
                     f"{option}_arg{'names' if isinstance(x, str) else 'nums'} has {x!r}, but "
-                    f"{self.name} takes {', '.join(self._names)}."
+                    f"{self.name} takes {', '.join(self.names)}."
                 )
             found.append(self._slot_of(x) if isinstance(x, str) else range(n)[x] if x < n else x)
         return tuple(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
@@ -60,11 +59,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
             ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}"),
             ("programs", f"{len(self._programs):,} so far"),
         ]
-        try:
-            names = ", ".join(inspect.signature(self).parameters)
-        except (TypeError, ValueError):  # a builtin without a signature
-            names = "..."
-        kind = type(self).__name__
+        kind, names = type(self).__name__, ", ".join(self._arguments.names)
         return Summary(f"{kind} {self._arguments.name}({names})", (Table(rows),))
 
     @abc.abstractmethod

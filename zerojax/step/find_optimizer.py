@@ -35,9 +35,8 @@ def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) ->
     except _Found as found:
         return found.tx
     raise ValueError(
-        f"{step.__name__} never updates its optimizer state. Call "
-        "tx.update(grads, opt_state, params) of the optimizer from zero.wrap(tx) or "
-        "zero.optimizer()."
+        f"{step.__name__} never updates its optimizer state. Call tx.update(grads, opt_state, "
+        "params) of zero.wrap(tx) or zero.optimizer()."
     )
 
 

@@ -47,7 +47,6 @@ def find_state(
         which may be the state's or the batch's.
       ValueError: The state has a copy for each device.
     """
-
     name, free = function.__name__, function.signature.state
 
     def by_name(slots: Sequence[Slot]) -> dict[str, PyTree]:
@@ -84,21 +83,16 @@ def find_state(
     else:
         slots, ambiguous = [slot for slot in back if slot in (*containers, *before)], []
     check_one_copy(by_name(slots))
-    if alike:
+    if unclear := alike or ambiguous:
         raise TypeError(
-            f"{name} got {text(alike)}, which have the same tree, shapes and dtypes, and returns "
-            f"fewer of them. Name those that are the state: zero({name}, state_argnums=(...))."
-        )
-    if ambiguous:
-        raise TypeError(
-            f"{name} returns an array like {text(ambiguous)}, which may be part of the state or "
-            f"the batch. Name one of them: zero({name}, state_argnums=(...)) or batch_argnums=..."
+            f"{name} returns results with the tree, shapes and dtypes of {text(unclear)}, which "
+            f"may be its state or not. Name the state: zero({name}, state_argnums=(...)), or the "
+            "batch by batch_argnums."
         )
     if not slots:
         raise TypeError(
             f"{name} returns {summary(results)}, and none of its arguments ({text(free)}) with "
-            "the same tree, shapes and dtypes, so that no state was found. Return the new state, "
-            f"or name it: zero({name}, state_argnums=(...))."
+            "the same tree, shapes and dtypes. Return the new state, or name it by state_argnums."
             + _other_dtypes(results, by_name(candidates))
         )
     return slots

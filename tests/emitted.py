@@ -142,7 +142,7 @@ def called(source: Source, arguments: Arguments) -> Call:
     """The arguments with which a source calls its step, the state abstract."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        raise Called(arguments.sort(args, kwargs))
+        raise Called(arguments.sort(arguments.by_slot(args, kwargs)))
 
     state = nnx.eval_shape(source.create)
     try:

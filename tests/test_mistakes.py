@@ -307,7 +307,7 @@ MISTAKES = [
     Mistake("zero.evaluate(step)(create_state(), batch)", "a step that trains with @zero"),
     Mistake("a state evaluated after the step took it", "the step returned", evaluated_too_late),
     Mistake(
-        "jax.jit(zero.evaluate(loss_of_state))(create_state(), batch)", "call it outside jax.jit"
+        "jax.jit(zero.evaluate(loss_of_state))(create_state(), batch)", "in a plain Python loop"
     ),
     # Checkpoints.
     Mistake("checkpointer().save(create_state(), 100)", "save(step, state)"),

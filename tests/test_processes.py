@@ -259,8 +259,8 @@ def test_wrong_rows_are_refused_in_every_process(
 SAID = {
     "unequal": "train_step: the processes pass different arguments at call 1: batch['mask'] is "
     "int32[8] in process 0, int32[16] in process 1, and 1 more differs.",
-    "the global batch": "each of 2 processes passes 32 rows, so that the batch has 64 rows, but "
-    "train_batch_size is 32",
+    "the global batch": "the batch has 64 rows (32 in each of 2 processes), but "
+    "train_batch_size is 32. Pass only the process's own rows: batch[zerojax.process_rows(32)]",
     "the global batch, stacked": "Pass only the process's own rows: batch[:, "
     "zerojax.process_rows(32)]",
     "other than the config": "the batch has 48 rows (24 in each of 2 processes), but "

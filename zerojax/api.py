@@ -219,14 +219,14 @@ class Zero(Summarized):
         other = Zero(config, self.mesh, self.states.specs, self._donate, params=self.states.params)
         if len(objects) == 1:  # memory is short: do not copy a state
             objects = jax.eval_shape(lambda state: state, objects)
-        n, (args, kwargs) = len(objects), further
+        n = len(objects)
         step = other(
             function,
             state_argnums=range(n),
             batch_argnums=n,
             batch_axis=function.signature.batch_axis,
         )
-        return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
+        return other.plan(*objects), lambda: step.programs(*objects, batch, *further)
 
     @compat.with_short_traceback
     def init(self, create_state: Callable[..., S], *args: object) -> S:

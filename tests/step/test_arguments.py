@@ -109,7 +109,7 @@ class TestStatic:
             same(step(make_state(), (X, Y), *args, **kwargs)[1], update(make_state(), X, Y, 5.0)[1])
 
     def test_position_that_is_not_there(self) -> None:
-        with pytest.raises(ValueError, match=r"static_argnums has 4, but train_step takes 2"):
+        with pytest.raises(ValueError, match=r"static_argnums has 4, but train_step takes state"):
             zerojax.zero(stage=1)(train_step, static_argnums=4)
 
     def test_argument_of_another_type(self) -> None:
@@ -164,7 +164,7 @@ class TestBatchArguments:
 
     def test_by_position_and_by_name(self) -> None:
         zero = zerojax.zero(stage=2, gradient_accumulation_steps=2)
-        with pytest.raises(ValueError, match=r"batch_argnums=\(1,\), batch_argnames=\('y',\)"):
+        with pytest.raises(ValueError, match=r"zero\(step, batch_argnums=\(1, 2\)\)"):
             zero(update)(make_state(), X, y=Y)
         both = {"batch_argnums": (1,), "batch_argnames": ("y",)}
         for options in (both, {"batch_argnames": ("x", "y")}):
@@ -197,7 +197,7 @@ class TestBatchArguments:
 
     def test_that_are_missing_from_the_call(self) -> None:
         step = zerojax.zero(stage=1)(update, batch_argnums=(1, 3))
-        with pytest.raises(TypeError, match=r"batch_argnums names scale, which"):
+        with pytest.raises(TypeError, match=r"batch_argnums names 3 \(scale\), which"):
             step(make_state(), X, Y)
 
     def test_are_not_needed_without(self) -> None:

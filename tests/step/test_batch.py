@@ -124,7 +124,7 @@ def test_errors_say_which_dimension_would_do(config: Any) -> None:
         zerojax.zero(stage=3, **config)(several).lower(*params_and_opt_state(), BATCH)
 
 
-@pytest.mark.parametrize(("axis", "says"), [(-1, "is negative"), (1.0, "an int"), (True, "int")])
-def test_a_dimension_that_is_none(axis: Any, says: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"batch_axis.*{says}"):
+@pytest.mark.parametrize("axis", [-1, 1.0, True])
+def test_a_dimension_that_is_none(axis: Any) -> None:
+    with pytest.raises(ValueError, match=f"batch_axis: expected a dimension.*got {axis}"):
         zerojax.zero(stage=3)(several, batch_axis=axis)

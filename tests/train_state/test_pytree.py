@@ -304,7 +304,7 @@ class TestRoles:
     def test_a_copy_that_is_only_read_is_named(self) -> None:
         params, opt_state = params_and_opt_state()
         given = params, network(1), opt_state, BATCH
-        with pytest.raises(TypeError, match=r"0 \(params\), 1 \(target\).*fewer.*state_argnums"):
+        with pytest.raises(TypeError, match=r"0 \(params\), 1 \(target\), which.*state_argnums"):
             zero_for(3)(with_target)(*given)
         options = {"state_argnums": (0, 2)}
         for k in (1, 4):
@@ -327,7 +327,7 @@ class TestRoles:
             return *updated(params, opt_state, {"x": x, "y": y}), output(params, x)
 
         given = *params_and_opt_state(), *BATCH.values()
-        with pytest.raises(TypeError, match=r"like 2 \(x\), which may be part of"):
+        with pytest.raises(TypeError, match=r"dtypes of 2 \(x\), which may be its"):
             zero_for(2)(step)(*given)
         got = zero_for(2)(step, batch_argnums=(2, 3))(*given)
         assert_near(arrays(got), arrays(jax.jit(step)(*given)), TOLERANCE["float32"])
@@ -354,7 +354,7 @@ class TestMemory:
         with pytest.raises(ValueError, match="took over the memory of this state"):
             step(third[0], second[1], BATCH)
         step(*third[:2], BATCH)
-        with pytest.raises(ValueError, match="reused its memory"):
+        with pytest.raises(ValueError, match="took over the memory of this state"):
             zero.evaluate(lambda state, batch: loss_of(state[0], batch))(first, BATCH)
 
     def test_the_caller_s_arrays_live_on(self) -> None:

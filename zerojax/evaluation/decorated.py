@@ -13,8 +13,8 @@ from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, RearrangedFunction, Signature
-from zerojax.step.decorated import Decorated, P, R
+from zerojax.step.call import Call, Signature
+from zerojax.step.decorated import Decorated, P, R, check_concrete, check_not_deleted
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.results import put_back
 from zerojax.xla import compat
@@ -38,7 +38,9 @@ class Evaluation(Decorated[P, R]):
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
             subject, call = self._opened(args, kwargs)
-            self._check(subject, call)
+            parts = subject.opened.parts
+            check_concrete(self._arguments.name, (parts, call.batch, call.further))
+            check_not_deleted(jax.tree.leaves((parts.params, parts.rest)))
             self._agree(call)
             explicit = Explicit.of(names, call.batch)
             if explicit:
@@ -69,30 +71,16 @@ class Evaluation(Decorated[P, R]):
             yield from program.lowered(subject.opened, call.batch, call.further)
 
     def _opened(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Subject, Call]:
-        call = self._arguments.sort(args, kwargs)
+        call = self._arguments.sort(self._arguments.by_slot(args, kwargs))
         subject = subject_of(call.objects, self._states)
         opened = self._states.observed(subject.opened)
         return dataclasses.replace(subject, opened=opened), call
 
-    def _check(self, subject: Subject, call: Call) -> None:
-        parts = subject.opened.parts
-        given = (parts, call.batch, call.further)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
-            raise TypeError(
-                f"{self._arguments.name} is compiled by zero.evaluate: call it outside jax.jit."
-            )
-        arrays = jax.tree.leaves((parts.params, parts.rest))
-        if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
-            raise ValueError(
-                "this state was passed to an earlier step, which reused its memory: evaluate the "
-                "state that the step returned."
-            )
-
     def _program(
         self, subject: Subject, signature: Signature, explicit: Explicit | None
     ) -> EvaluationProgram:
-        def make(function: RearrangedFunction) -> EvaluationProgram:
+        def make() -> EvaluationProgram:
+            function = self._arguments.rearranged(signature)
             return EvaluationProgram(function, self._states, subject, explicit)
 
-        program: EvaluationProgram = self._compiled(subject.opened, signature, explicit, make)
-        return program
+        return self._compiled(subject.opened, signature, explicit, make)

@@ -35,7 +35,7 @@ class Subject:
 
     Attributes:
       opened: The state's arrays.
-      call: ``call(function, parts, batch, args, kwargs)`` runs the function on such arrays, and
+      call: ``call(function, parts, batch, *further)`` runs the function on such arrays, and
         returns the results, and the leaves of ``parts.rest`` that the function changed in place, in
         order, with None for the others.
       update: Writes the changed leaves to the user's objects.
@@ -63,10 +63,10 @@ def _state_subject(opened: OpenedState) -> Subject:
     close = opened.kind.close  # a program keeps `call`, which must not keep this state's arrays
 
     def call(
-        function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+        function: RearrangedFunction, parts: Parts, batch: PyTree, *further: PyTree
     ) -> tuple[PyTree, list[jax.Array | None]]:
         objects = dequantize(close(parts, REFUSING))
-        return function(*objects, batch, *args, **kwargs), []
+        return function(*objects, batch, *further), []
 
     return Subject(opened, call, lambda changed: None)
 
@@ -77,12 +77,12 @@ def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subjec
     kind = opened.kind  # without this state's arrays, as above
 
     def call(
-        function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+        function: RearrangedFunction, parts: Parts, batch: PyTree, *further: PyTree
     ) -> tuple[PyTree, list[jax.Array | None]]:
         parts = dequantize(parts)
         call_objects = kind.close(parts, REFUSING)
         before = settings(call_objects)
-        out = function(*call_objects, batch, *args, **kwargs)
+        out = function(*call_objects, batch, *further)
         after = settings(call_objects)
         apply_settings(call_objects, {key: x for key, x in before.items() if after.get(key) != x})
         updated = kind.split(*call_objects)

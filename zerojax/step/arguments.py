@@ -1,10 +1,9 @@
 """The signatures of the calls of a decorated function: its state, its batch, other arguments.
 
     arguments = Arguments(function, static=3)
-    call = arguments.sort(args, kwargs)
+    call = arguments.sort(arguments.by_slot(args, kwargs))
     function = arguments.rearranged(call.signature)
-    args, kwargs = call.further
-    function(*call.objects, call.batch, *args, **kwargs)  # the function as it was called
+    function(*call.objects, call.batch, *call.further)  # the function as it was called
 
 The rest of zerojax calls every function in this order, whatever order its author chose.
 """
@@ -16,7 +15,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,18 +41,6 @@ Slots = Slot | Sequence[Slot] | None
 """Arguments that the user names, by position or name."""
 
 
-class LastSlots(NamedTuple):
-    """The arguments of a call that are the state which the last step left.
-
-    Attributes:
-      slots: Their slots.
-      program: The program of the last step.
-    """
-
-    slots: tuple[Slot, ...] = ()
-    program: object = None
-
-
 class Arguments:
     """Finds the signature of each call of a function.
 
@@ -71,6 +58,7 @@ class Arguments:
     Attributes:
       function: The function without its jit.
       name: The function's name for messages.
+      names: The names of its parameters.
       batch_axis: The argument of this name.
 
     Raises:
@@ -81,6 +69,7 @@ class Arguments:
 
     function: Callable[..., PyTree]
     name: str
+    names: list[str]
     batch_axis: int
 
     def __init__(
@@ -93,80 +82,85 @@ class Arguments:
         returns_state: bool = True,
         batch_axis: int = 0,
     ) -> None:
-        jitted = open_jit(function)
-        self.function = jitted.function
+        self.function, static_of_jit, donated = open_jit(function)
         self.name = name_of(self.function)
         try:
-            self._parameters = list(inspect.signature(self.function).parameters.values())
+            signature = inspect.signature(self.function)
         except (TypeError, ValueError):  # a builtin without a signature
-            self._parameters = []
-        self._static = self._both((*self._slots("static", static), *jitted.static))
-        self._donated = self._both(jitted.donated)
-        self._batch, self._state = self._slots("batch", batch), self._slots("state", state)
-        self._frozen = self._both(self._slots("frozen", frozen))
+            signature = inspect.signature(lambda *args, **kwargs: None)
+        parameters = signature.parameters.values()
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.names = [p.name for p in parameters]
+        self._positional = [p.name for p in parameters if p.kind in kinds]
+        self._variadic = {p.kind for p in parameters}.difference(kinds)
+        options = {"static": static, "batch": batch, "state": state, "frozen": frozen}
+        named = {option: self._slots(option, given) for option, given in options.items()}
+        named["static"] += tuple(map(self._slot_of, static_of_jit))
+        named["donated"] = tuple(map(self._slot_of, donated))
+        self._named, self._known = named, dict[Hashable, Known]()
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
-        self._found: dict[Hashable, Known] = {}
         self._several = isinstance(batch, Sequence) and not isinstance(batch, str)
-        named = {"static": self._static, "frozen": self._frozen}
-        named |= {"batch": self._both(self._batch), "state": self._both(self._state)}
         pairs = ("batch", "static"), ("frozen", "static"), ("frozen", "batch"), ("frozen", "state")
         for one, other in pairs:
-            if twice := named[one] & named[other]:
+            if twice := {*named[one]}.intersection(named[other]):
                 raise ValueError(
                     f"{self.name}: {one}_argnums and {other}_argnums both name the argument "
-                    f"{min(twice, key=str)}. Remove it from one of them."
+                    f"{self._text(twice)}. Remove it from one of them."
                 )
 
-    def sort(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        last: LastSlots | None = None,
-    ) -> Call:
+    def by_slot(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> dict[Slot, PyTree]:
+        """Returns the arguments of a call by slot: by position, also if they are passed by name,
+        and by name if the function takes them only by name."""
+        given: dict[Slot, PyTree] = dict(enumerate(args))
+        for name, x in kwargs.items():
+            slot = self._slot_of(name)
+            # Python refuses an argument that is passed twice, when the function is called.
+            given[name if slot in given else slot] = x
+        return given
+
+    def sort(self, given: dict[Slot, PyTree], left: RearrangedFunction | None = None) -> Call:
         """Sorts the arguments of a call.
 
         Args:
-          args, kwargs: The arguments.
-          last: The slots in which the call has the state that the last step left, if it has.
+          given: The arguments, from :meth:`by_slot`.
+          left: The function of the last step, if the call has the state that this step left.
 
         Raises:
           TypeError: The call has no state, or no batch for a function that returns no state.
           ValueError: The function's own jit donates an argument other than the state.
         """
-        given: dict[Slot, PyTree] = dict(enumerate(args))
-        given.update(kwargs)
-        known = self._known(given, last or LastSlots())
+        known = self._known_of(given, left)
         signature = known.signature
-        further = [(slot, self._further(slot, given[slot])) for slot in signature.further]
+        further = tuple([self._further(slot, given[slot]) for slot in signature.further])
         batch = tuple([given[slot] for slot in signature.batch])
-        args = tuple([x for slot, x in further if isinstance(slot, int)])
-        kwargs = {slot: x for slot, x in further if isinstance(slot, str)}
         objects = tuple([given[slot] for slot in signature.state])
-        return Call(objects, batch if signature.several else batch[0], (args, kwargs), known)
+        return Call(objects, batch if signature.several else batch[0], further, known)
 
-    def _known(self, given: dict[Slot, PyTree], last: LastSlots) -> Known:
+    def _known_of(self, given: dict[Slot, PyTree], left: RearrangedFunction | None) -> Known:
         """Returns what is known of a call, found once for calls of equal kinds."""
-        skipped = self._static.union(last.slots)  # a program determines the state that it left
+        skipped = self._named["static"]
+        if left is not None:
+            skipped += left.signature.state  # a program determines the state that it left
         others = [x for slot, x in given.items() if slot not in skipped]
-        if not self._returns_state or (not last.slots and any(map(is_nnx, others))):
+        if not self._returns_state or (left is None and any(map(is_nnx, others))):
             return Known(self._signature(given))
         leaves, tree = jax.tree_util.tree_flatten(others)
-        key = (*given, last, tree, *map(_kind, leaves))
+        key = (*given, left, tree, *map(_kind, leaves))
         try:
-            found = self._found.get(key)
+            known = self._known.get(key)
         except TypeError:  # an argument is not hashable
             return Known(self._signature(given))
-        if found is None:
-            found = self._found[key] = Known(self._signature(given))
-        return found
+        if known is None:
+            known = self._known[key] = Known(self._signature(given))
+        return known
 
     def _signature(self, given: dict[Slot, PyTree]) -> Signature:
         """Finds what each argument of a call is."""
         # The first argument with rows is the batch: the first of the definition, not of the call.
         given = self._in_order(given)
-        positions = sum(isinstance(slot, int) for slot in given)
-        free = [slot for slot in given if slot not in self._static | self._frozen]
-        if modules := [slot for slot in given if slot in self._frozen and is_nnx(given[slot])]:
+        frozen = self._named["frozen"]
+        free = [slot for slot in given if slot not in (*self._named["static"], *frozen)]
+        if modules := [slot for slot in given if slot in frozen and is_nnx(given[slot])]:
             raise TypeError(
                 f"{self.name}: frozen_argnums names {self._text(modules)}, an NNX object, which is "
                 "part of the state. Remove it from frozen_argnums."
@@ -187,84 +181,73 @@ class Arguments:
                 "function only reads it, pass it after the batch; if it is part of the state, "
                 "return its new value."
             )
-        if wrong := [slot for slot in given if slot in self._donated and slot not in objects]:
+        donated = self._named["donated"]
+        if wrong := [slot for slot in given if slot in donated and slot not in objects]:
             raise ValueError(
                 f"the jit of {self.name} donates {self._text(wrong)}. Remove donate_argnums and "
                 "donate_argnames: zerojax donates the state, and nothing else."
             )
         several = self._several or not batch
         further = tuple(slot for slot in given if slot not in {*objects, *batch})
-        return Signature(tuple(objects), tuple(batch), several, further, positions, self.batch_axis)
+        return Signature(tuple(objects), tuple(batch), several, further, self.batch_axis)
 
     def bound(self, instance: object) -> Arguments:
         """Returns the arguments of the function as a bound method of ``instance``."""
         arguments = copy.copy(self)
         arguments.function = types.MethodType(self.function, instance)
-        first, arguments._parameters = self._parameters[:1], self._parameters[1:]
-        removed = {p.name for p in first}
-        arguments._static = frozenset(without_self(self._static - removed))
-        arguments._donated = frozenset(without_self(self._donated - removed))
-        arguments._frozen = frozenset(without_self(self._frozen - removed))
-        arguments._batch = without_self(self._batch)
-        arguments._state = without_self(self._state)
+        arguments.names, arguments._positional = self.names[1:], self._positional[1:]
+        arguments._named = {option: without_self(slots) for option, slots in self._named.items()}
         # Slots count without self now, so that what is known of calls does not hold.
-        arguments._found = {}
+        arguments._known = {}
         return arguments
 
     def rearranged(self, signature: Signature) -> RearrangedFunction:
         """Returns the function, called in the order of :class:`Call`."""
-        return RearrangedFunction(self.function, self.name, signature)
+        return RearrangedFunction(self.function, self.name, self._positional, signature)
 
     def _objects(self, given: dict[Slot, PyTree], free: list[Slot]) -> list[Slot]:
         """Returns the arguments that are the state."""
         if objects := [slot for slot in free if is_nnx(given[slot])]:
             return objects
-        if self._state:
-            slots = self._named(self._state, given)
-            if missing := [slot for slot in slots if slot not in free]:
-                raise TypeError(
-                    f"{self.name}: state_argnums names {self._text(missing)}, which this call does "
-                    "not have, or which is static."
-                )
-            return slots
+        if self._named["state"]:
+            return self._given("state", free)
         states = [slot for slot in free if is_train_state(given[slot])]
         if len(states) == 1 or not self._returns_state:
             return states[:1] or free[:1]
-        batch = self._named(self._batch, given)
-        return find_state(self.function, self.name, given, free, batch, self._text)
+        others = tuple(slot for slot in given if slot not in free)
+        function = self.rearranged(Signature(tuple(free), (), True, others, self.batch_axis))
+        return find_state(function, given, self._named["batch"], self._text)
+
+    def _given(self, option: str, free: Collection[Slot]) -> list[Slot]:
+        """Returns the arguments that an option names, which are among those that it may name."""
+        slots = self._named[option]
+        if missing := [slot for slot in slots if slot not in free]:
+            raise TypeError(
+                f"{self.name}: {option}_argnums names {self._text(missing)}, which this call does "
+                f"not have, or which is {'static' if option == 'state' else 'part of the state'}."
+            )
+        return [*slots]
 
     def _slots_of_batch(
         self, given: dict[Slot, PyTree], left: list[Slot], objects: list[PyTree]
     ) -> list[Slot]:
         """Returns the arguments that are the batch; none for a step of which all other arguments
         are random keys and numbers."""
-        if not self._batch:
-            # An argument with the form of the state, such as a target network, is read; where
-            # nothing else has rows, it is data.
-            others = [slot for slot in left if not is_part(given[slot], objects)]
-            left = others if self._state else [*others, *(x for x in left if x not in others)]
-            rows = [slot for slot in left if may_be_batch(given[slot]) and not is_key(given[slot])]
-            if self._returns_state:  # a container without rows is refused as an empty batch
-                left = [x for x in left if not (is_key(given[x]) or _is_number(given[x]))]
-            return rows[:1] or left[:1]
-        slots = self._named(self._batch, given)
-        if missing := [slot for slot in slots if slot not in left]:
-            option = "batch_argnames" if isinstance(self._batch[-1], str) else "batch_argnums"
-            raise TypeError(
-                f"{self.name}: {option} names {self._text(missing)}, which this call does not "
-                "have, or which is part of the state."
-            )
-        return slots
-
-    def _named(self, slots: Sequence[Slot], given: Mapping[Slot, PyTree]) -> list[Slot]:
-        """Returns the slots of a call for these slots of the signature."""
-        same: dict[Slot, Slot] = {n: name for n, name in enumerate(self._positional())}
-        same.update({name: n for n, name in same.items()})
-        return [slot if slot in given else same.get(slot, slot) for slot in slots]
+        if self._named["batch"]:
+            return self._given("batch", left)
+        # An argument with the form of the state, such as a target network, is read; where nothing
+        # else has rows, it is data.
+        others = [slot for slot in left if not is_part(given[slot], objects)]
+        if not self._named["state"]:
+            others += [slot for slot in left if slot not in others]
+        rows = [slot for slot in others if may_be_batch(given[slot]) and not is_key(given[slot])]
+        if self._returns_state:  # a container without rows is refused as an empty batch
+            others = [x for x in others if not (is_key(given[x]) or _is_number(given[x]))]
+        return rows[:1] or others[:1]
 
     def _further(self, slot: Slot, value: PyTree) -> PyTree:
         """Returns an argument beside the state and the batch in the form of :data:`Further`."""
-        if slot in self._static:
+        if slot in self._named["static"]:
             name, remedy = f"the static argument {self._text([slot])}", "do not make it static"
             return self._constant(name, value, remedy)
 
@@ -276,7 +259,7 @@ class Arguments:
 
         if not all(map(is_array, jax.tree.leaves(value))):
             value = jax.tree_util.tree_map_with_path(traced, value)
-        return Frozen(value) if slot in self._frozen else value
+        return Frozen(value) if slot in self._named["frozen"] else value
 
     def _constant(self, name: str, value: object, remedy: str) -> Constant:
         try:
@@ -289,60 +272,41 @@ class Arguments:
         return Constant(value)
 
     def _in_order(self, given: dict[Slot, PyTree]) -> dict[Slot, PyTree]:
-        """Sorts keywords in the order of the function's parameters, unknown ones last."""
-        known: list[Slot] = [slot for slot in given if isinstance(slot, int)]
-        known += [p.name for p in self._parameters if p.name in given]
+        """Sorts arguments in the order of the function's parameters, unknown ones last."""
+        known: list[Slot] = sorted(slot for slot in given if isinstance(slot, int))
+        known += [name for name in self.names if name in given]
         return {slot: given[slot] for slot in known} | given
 
-    def _positional(self) -> list[str]:
-        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return [p.name for p in self._parameters if p.kind in kinds]
-
-    def _has(self, kind: object) -> bool:
-        return not self._parameters or any(p.kind is kind for p in self._parameters)
-
     def _slots(self, option: str, given: Slots) -> tuple[Slot, ...]:
-        """Converts the arguments that an option names: positions, counted from 0, and names."""
+        """Returns the slots of the arguments that an option names: positions, counted from 0, or
+        from -1 for the last, and names."""
         if given is None:
             return ()
         several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-        return tuple(self._slot(option, slot) for slot in several)
+        n, found = len(self._positional), list[Slot]()
+        for x in several:
+            if isinstance(x, str):
+                fits = x in self.names or inspect.Parameter.VAR_KEYWORD in self._variadic
+            elif hasattr(x, "__index__"):
+                beyond = x >= n and inspect.Parameter.VAR_POSITIONAL in self._variadic
+                fits = beyond or -n <= x < n
+            else:
+                raise TypeError(f"{option}_argnums: expected positions or names, got {x!r}.")
+            if not fits:
+                raise ValueError(
+                    f"{option}_arg{'names' if isinstance(x, str) else 'nums'} has {x!r}, but "
+                    f"{self.name} takes {', '.join(self.names)}."
+                )
+            found.append(self._slot_of(x) if isinstance(x, str) else range(n)[x] if x < n else x)
+        return tuple(found)
 
-    def _slot(self, option: str, given: Slot) -> Slot:
-        names, positional = [p.name for p in self._parameters], self._positional()
-        if isinstance(given, str):
-            if given in names or self._has(inspect.Parameter.VAR_KEYWORD):
-                return given
-            taken = ", ".join(names)
-            raise ValueError(f"{option}_argnames has {given!r}, but {self.name} takes {taken}.")
-        try:
-            position = operator.index(given)
-        except TypeError:
-            raise TypeError(
-                f"{option}_argnums: expected positions or names, got {given!r}."
-            ) from None
-        n = len(positional)
-        beyond = position >= n and self._has(inspect.Parameter.VAR_POSITIONAL)
-        if not beyond and not -n <= position < n:
-            raise ValueError(
-                f"{option}_argnums has {position}, but {self.name} takes {n} positional arguments: "
-                f"{', '.join(positional)}."
-            )
-        return position + n if position < 0 else position
+    def _slot_of(self, given: Slot) -> Slot:
+        """Returns the position of an argument that may be passed by position, else its name."""
+        return self._positional.index(given) if given in self._positional else given
 
-    def _both(self, slots: Collection[Slot]) -> frozenset[Slot]:
-        """Returns the slots by position and by name, as far as the signature shows both."""
-        names = self._positional()
-        by_name = {names[s] for s in slots if isinstance(s, int) and s < len(names)}
-        by_position = {names.index(str(s)) for s in slots if s in names}
-        return frozenset({*slots, *by_name, *by_position})
-
-    def _text(self, slots: Sequence[Slot]) -> str:
-        names = self._positional()
-        return ", ".join(
-            f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
-            for slot in slots
-        )
+    def _text(self, slots: Iterable[Slot]) -> str:
+        names = dict[Slot, str](enumerate(self._positional))
+        return ", ".join(f"{x} ({names[x]})" if x in names else f"{x}" for x in slots)
 
 
 def slots(nums: int | Sequence[int] | None, names: str | Iterable[str] | None) -> Slots:
@@ -373,11 +337,9 @@ def _kind(x: Any) -> Hashable:
 
 def _dimension(axis: Any) -> int:
     """Checks and returns ``batch_axis``."""
-    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-        raise TypeError(f"batch_axis: expected an int, got {axis!r}.")
-    if axis < 0:
+    if isinstance(axis, bool) or not hasattr(axis, "__index__") or axis < 0:
         raise ValueError(
-            f"batch_axis={axis} is negative. Count from the first dimension: 0 for [rows, ...], 1 "
-            "for [steps, rows, ...]."
+            f"batch_axis: expected a dimension counted from 0, got {axis!r}. Pass 0 for rows as in "
+            "[rows, ...], 1 for [steps, rows, ...]."
         )
     return operator.index(axis)

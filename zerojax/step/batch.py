@@ -69,16 +69,13 @@ class BatchLayout(BatchPlacer):
         each = math.lcm(k, stages) * (self.world // stages)
         of = "" if own is None else f" ({own} in each of {blocks} processes)"
         if train is not None and train not in rows and len(rows) == 1:
+            remedy = "Pass the global batch, or change or remove train_batch_size."
             if own == train:
-                raise ValueError(
-                    f"each of {blocks} processes passes {own} rows, so that the batch has {n} "
-                    f"rows, but train_batch_size is {train}. Pass only the process's own rows: "
-                    f"batch[{':, ' * self.axis}zerojax.process_rows({train})]."
-                )
+                index = f"{':, ' * self.axis}zerojax.process_rows({train})"
+                remedy = f"Pass only the process's own rows: batch[{index}]."
             raise ValueError(
-                f"the batch has {n} rows{of}, but train_batch_size is {train}. Pass the global "
-                "batch, or change or remove train_batch_size."
-                + self._stacked(batch, train, exact=True)
+                f"the batch has {n} rows{of}, but train_batch_size is {train}. {remedy}"
+                f"{self._stacked(batch, train)}"
             )
         if n % each and len(rows) == 1:
             by = f"{self.world} devices" + (f" in {stages} pipeline stages" if stages > 1 else "")
@@ -113,37 +110,27 @@ class BatchLayout(BatchPlacer):
                 kind = f"{type(x).__name__}" + (f" of dtype {dtype}" if dtype else "")
                 raise TypeError(
                     f"the batch{jax.tree_util.keystr(path)} is a {kind}, not an array of numbers. "
-                    "Remove it from the batch, or encode it as numbers. Pass the batches of a "
-                    "loader one at a time (for batch in loader)."
+                    "Remove it from the batch, or encode it; pass a loader's batches one by one."
                 )
             if 0 < np.ndim(x) <= self.axis:
                 raise ValueError(
                     f"the batch's array {jax.tree_util.keystr(path)} {np.shape(x)} has no "
-                    f"dimension {self.axis} (batch_axis={self.axis}). Pass it after the batch, as "
-                    "a further argument of the step, or give it the rows."
+                    f"dimension {self.axis} (batch_axis={self.axis}). Pass it as a further "
+                    "argument after the batch, or give it the rows."
                 )
 
-    def _stacked(self, batch: PyTree, rows: int, *, exact: bool = False) -> str:
+    def _stacked(self, batch: PyTree, rows: int) -> str:
         """Returns advice if the next dimension of all arrays has a suitable number of rows."""
-        shapes = [self.leaves.shape(x) for x in jax.tree.leaves(batch) if np.ndim(x)]
-        if self.axis or len({shape[:2] for shape in shapes}) > 1:
+        shapes = {self.leaves.shape(x)[:2] for x in jax.tree.leaves(batch) if np.ndim(x)}
+        first, n = (*shapes.pop(), 0)[:2]
+        if self.axis or shapes or not n:
             return ""
-        n = shapes[0][1] if len(shapes[0]) > 1 else 0
-        if (k := self.sizes.accumulation) > 1:
-            first = shapes[0][0]
-            stacked = n and first in (k, self.world)
-            return (
-                f" If {first} is the number of micro-batches or devices, and dimension 1 ({n}) "
-                "has the rows, pass x.reshape(-1, *x.shape[2:])."
-                if stacked
-                else ""
-            )
-        if not n or (n != rows if exact else n % rows):
-            return ""
-        return (
-            f" If dimension 1 ({n}) has the rows, as in a batch [steps, rows, ...], write "
-            "zero(step, batch_axis=1)."
-        )
+        if self.sizes.accumulation == 1:
+            remedy = "" if n % rows else "write zero(step, batch_axis=1)"
+        else:
+            is_stacked = first in (self.sizes.accumulation, self.world)
+            remedy = "pass x.reshape(-1, *x.shape[2:])" if is_stacked else ""
+        return f" If dimension 1 ({n}) has the rows, {remedy}." if remedy else ""
 
     def check_more(self, call: Call) -> None:
         """Checks a step's further arguments, which every micro-batch receives in full.
@@ -154,8 +141,7 @@ class BatchLayout(BatchPlacer):
         if self.sizes.accumulation == 1:
             return
         rows = {self.rows(call.batch), self.leaves.own_rows(call.batch)} - {None}
-        args, kwargs = call.further
-        given = dict(zip(call.signature.further, (*args, *kwargs.values()), strict=True))
+        given = dict(zip(call.signature.further, call.further, strict=True))
         alike = {
             slot: [x for x in jax.tree.leaves(value) if _rows(x) in rows]
             for slot, value in given.items()
@@ -180,20 +166,11 @@ class BatchLayout(BatchPlacer):
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         shapes = {jax.tree_util.keystr(path) or "batch": np.shape(x) for path, x in leaves}
         if not any(shapes.values()):
-            has_list = any(
-                isinstance(key, jax.tree_util.SequenceKey) and len(shapes) > _SHOWN
-                for path, _ in leaves
-                for key in path
-            )
+            only = f" (only scalars: {_some(shapes)})" if shapes else ""
             raise ValueError(
-                "the batch has no array with rows"
-                + (f" (only scalars: {_some(shapes)})." if shapes else ".")
-                + (
-                    " JAX takes a list of numbers as scalars: pass np.asarray(numbers)."
-                    if has_list
-                    else " If the batch is not the first argument after the state, name it with "
-                    "batch_argnums."
-                )
+                f"the batch has no array with rows{only}. Pass a list of numbers as "
+                "np.asarray(numbers); name a batch that is not the first argument after the state "
+                "with batch_argnums."
             )
         listing = _some([f"{name!r}: {shape}" for name, shape in shapes.items() if shape])
         without = "" if self._stages == 1 else ', without the axis "stage"'
@@ -231,6 +208,5 @@ def _check_batch_axis(accumulation: int, schedule: Schedule | None, batch_axis: 
             key = f"gradient_accumulation_steps = {accumulation}"
         raise ValueError(
             f"batch_axis={batch_axis} with {key}: micro-batches are cut along dimension 0. Remove "
-            "one of them (to update once for each entry of dimension 0), or pass "
-            f"jnp.moveaxis(x, {batch_axis}, 0), and move the rows back in the step."
+            f"one of them, or pass jnp.moveaxis(x, {batch_axis}, 0)."
         )

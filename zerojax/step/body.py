@@ -60,8 +60,7 @@ class Body:
         parts: Parts,
         tx: optax.GradientTransformationExtraArgs,
         batch: PyTree,
-        args: PyTree,
-        kwargs: PyTree,
+        *further: PyTree,
     ) -> tuple[Parts, PyTree]:
         """Returns the state after the step, and the step's results, in which each object of the
         state is replaced by a :class:`zerojax.train_state.results.ObjectPlaceholder`.
@@ -69,7 +68,7 @@ class Body:
         Args:
           parts: The state; ``parts.opt_state`` is a :class:`zerojax.step.view.View`.
           tx: The optimizer that the step sees, which takes and returns views.
-          batch, args, kwargs: The other arguments of the step.
+          batch, *further: The other arguments of the step.
 
         Raises:
           TypeError: The step does not return its new state, or changes the state's structure.
@@ -85,7 +84,7 @@ class Body:
                 shown = parts._replace(opt_state=WrappedView.of(view, self._one_optimizer(tx)))
             tx = beginning(tx, view)
         state = self.kind.close(shown, tx)
-        out = self.function(*state, batch, *args, **kwargs)
+        out = self.function(*state, batch, *further)
         new = state
         if self.kind.write_back is not None:
             new_parts = self.kind.split(*state)

@@ -6,7 +6,7 @@ Arrays among the further arguments are traced; everything else is part of the pr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,9 +56,9 @@ class Frozen:
     specs: tuple[Spec | None, ...] = field(default=(), metadata={"static": True})
 
 
-Further = tuple[tuple[PyTree, ...], dict[str, PyTree]]
-"""The arguments beside the state and the batch, by position and by name: arrays and numbers, which
-are traced, and each other leaf in a :class:`Constant`."""
+Further = tuple[PyTree, ...]
+"""The arguments beside the state and the batch, in the order of their parameters: arrays and
+numbers, which are traced, and each other leaf in a :class:`Constant`."""
 
 
 class Signature(NamedTuple):
@@ -69,7 +69,6 @@ class Signature(NamedTuple):
       batch: The batch.
       several: Whether the batch is the tuple of the arguments ``batch``, and not the only one.
       further: All other arguments, in order.
-      positions: Number of arguments that are passed by position.
       batch_axis: The dimension of the batch's arrays that has the rows.
     """
 
@@ -77,7 +76,6 @@ class Signature(NamedTuple):
     batch: tuple[Slot, ...]
     several: bool
     further: tuple[Slot, ...]
-    positions: int
     batch_axis: int
 
 
@@ -123,9 +121,15 @@ class Call(NamedTuple):
 
 
 class RearrangedFunction:
-    """A function called as ``(*objects, batch, *args, **kwargs)``, see :class:`Call`.
+    """A function called as ``(*objects, batch, *further)``, see :class:`Call`.
 
     Results that are NNX objects of the call are replaced by :class:`ObjectPlaceholder`.
+
+    Args:
+      function: The function.
+      name: Its name for messages.
+      positional: The names of the parameters that it takes by position.
+      signature: What each argument is.
 
     Attributes:
       changed: Attributes of NNX objects that the function sets, as ``model.train()`` does, by the
@@ -139,27 +143,36 @@ class RearrangedFunction:
     signature: Signature
     __name__: str
 
-    def __init__(self, function: Callable[..., PyTree], name: str, signature: Signature) -> None:
+    def __init__(
+        self,
+        function: Callable[..., PyTree],
+        name: str,
+        positional: Sequence[str],
+        signature: Signature,
+    ) -> None:
         self.function, self.signature, self.__name__ = function, signature, name
         self.__wrapped__ = function  # where JAX looks for the names and the line of its errors
         self.changed: dict[PyTreeDef, Settings] = {}
+        self._names = dict[Slot, str](enumerate(positional))
 
-    def __call__(self, *given: PyTree, **kwargs: PyTree) -> PyTree:
+    def __call__(self, *given: PyTree) -> PyTree:
         signature, n = self.signature, len(self.signature.state)
-        positions = range(signature.positions)
-        batch = given[n] if signature.several else (given[n],)
-        slots = dict(zip((*signature.state, *signature.batch), (*given[:n], *batch), strict=True))
-        further = iter(given[n + 1 :])
-        args = [slots[i] if i in slots else _opened(next(further)) for i in positions]
-        named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
-        before = settings(given[:n])
-        with without_pmap(self.__name__), _with_order(self.__name__, signature):
-            out = self.function(*args, **named, **{k: _opened(x) for k, x in kwargs.items()})
-        if any(map(is_nnx, given[:n])):
-            passed = {id(x): ObjectPlaceholder(i) for i, x in reversed([*enumerate(given[:n])])}
-            out = jax.tree.map(lambda x: passed.get(id(x), x), out, is_leaf=is_nnx)
-        after = settings(given[:n])
-        self.changed[jax.tree.structure((given[n + 1 :], kwargs))] = {
+        objects, batch, further = given[:n], given[n], given[n + 1 :]
+        values = (*objects, *(batch if signature.several else (batch,)), *map(_opened, further))
+        slots = (*signature.state, *signature.batch, *signature.further)
+        passed = dict(zip(slots, values, strict=True))
+        # Behind a parameter that has its default, arguments are passed by name.
+        args = list[PyTree]()
+        while len(args) in passed:
+            args.append(passed.pop(len(args)))
+        before = settings(objects)
+        with _with_remedies(self.__name__, signature):
+            out = self.function(*args, **{str(self._names.get(x, x)): v for x, v in passed.items()})
+        if any(map(is_nnx, objects)):
+            ids = {id(x): ObjectPlaceholder(i) for i, x in reversed([*enumerate(objects)])}
+            out = jax.tree.map(lambda x: ids.get(id(x), x), out, is_leaf=is_nnx)
+        after = settings(objects)
+        self.changed[jax.tree.structure(further)] = {
             at: x for at, x in after.items() if at not in before or before[at] != x
         }
         return out
@@ -172,27 +185,9 @@ class RearrangedFunction:
 
 
 @contextlib.contextmanager
-def without_pmap(name: str) -> Iterator[None]:
-    """Adds a remedy to the error of a function that names an axis that only a ``pmap`` has.
-
-    Args:
-      name: The function's name.
-    """
-    try:
-        yield
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        raise NameError(
-            f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer). "
-            "Remove it: a decorated step sees the global batch, so that its mean is over all "
-            f"devices. JAX raised: {error}"
-        ).with_traceback(error.__traceback__) from None  # with the user's line
-
-
-@contextlib.contextmanager
-def _with_order(name: str, signature: Signature) -> Iterator[None]:
-    """Adds a remedy to the error of a function that was called with the batch before the state."""
+def _with_remedies(name: str, signature: Signature) -> Iterator[None]:
+    """Adds remedies to the errors of a function that names an axis that only a ``pmap`` has, or
+    that was called with the batch before the state."""
     try:
         yield
     except (AttributeError, TypeError, LookupError) as error:
@@ -202,6 +197,14 @@ def _with_order(name: str, signature: Signature) -> Iterator[None]:
                 f"is defined as {name}(state, batch), swap the arguments."
             )
         raise
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise NameError(
+            f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer). "
+            "Remove it: a decorated step sees the global batch, so that its mean is over all "
+            f"devices. JAX raised: {error}"
+        ).with_traceback(error.__traceback__) from None  # with the user's line
 
 
 def _opened(argument: PyTree) -> PyTree:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 import functools
-import inspect
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
@@ -22,7 +21,7 @@ from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.plan.table import Summarized, Summary, Table
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Constant, RearrangedFunction, Signature
+from zerojax.step.call import Call, Constant, Signature
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
@@ -60,11 +59,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
             ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}"),
             ("programs", f"{len(self._programs):,} so far"),
         ]
-        try:
-            names = ", ".join(inspect.signature(self).parameters)
-        except (TypeError, ValueError):  # a builtin without a signature
-            names = "..."
-        kind = type(self).__name__
+        kind, names = type(self).__name__, ", ".join(self._arguments.names)
         return Summary(f"{kind} {self._arguments.name}({names})", (Table(rows),))
 
     @abc.abstractmethod
@@ -175,7 +170,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         opened: OpenedState,
         signature: Signature,
         explicit: Explicit | None,
-        make: Callable[[RearrangedFunction], Program],
+        make: Callable[[], Program],
     ) -> Program:
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)
@@ -184,8 +179,9 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         key = opened.kind.key, opened.tx, tree, shapes, opened.specs, signature, explicit
         if key not in self._programs:
             check_memories(self._states.config, self._states.mesh)
-            self._programs[key] = make(self._arguments.rearranged(signature))
-        return self._programs[key]
+            self._programs[key] = make()
+        program: Program = self._programs[key]
+        return program
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
@@ -208,6 +204,24 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         return bound
 
 
+def check_not_deleted(arrays: Iterable[PyTree]) -> None:
+    """Refuses arrays whose memory an earlier step has taken over."""
+    if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
+        raise ValueError(
+            "an earlier step took over the memory of this state, or of a part of it. Continue "
+            "with the state that the step returned, or keep both with zerojax.zero(donate=False)."
+        )
+
+
+def check_concrete(name: str, tree: PyTree) -> None:
+    """Refuses the arrays of a trace."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{name} is decorated with zero and cannot run inside jax.jit, scan, vmap, pmap, grad "
+            "or eval_shape. Call it in a plain Python loop; for shapes, use its lower()."
+        )
+
+
 _COMPARED = 1024  # elements of an array whose values are compared at each call
 
 
@@ -218,7 +232,7 @@ def _named(call: Call) -> dict[str, PyTree]:
         keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
         names = [f"batch{keystr(path)}" for path, _ in leaves(call.batch)]
         further = leaves(call.further, is_leaf=_is_constant)
-        names += [f"argument {keystr(path[1:])} behind the batch" for path, _ in further]
+        names += [f"argument {keystr(path)} behind the batch" for path, _ in further]
         known.names = tuple(names)
         arrays = zip(names, _leaves(call), strict=True)
         known.described = {name: _form(x) for name, x in arrays if not _is_constant(x)}

@@ -28,17 +28,15 @@ def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) ->
 
     def run(parts: Parts, batch: PyTree, further: Further) -> None:
         view = WrappedView.of(View(parts.opt_state), _stop)
-        args, kwargs = further
-        step(*opened.kind.close(parts._replace(opt_state=view), None), batch, *args, **kwargs)
+        step(*opened.kind.close(parts._replace(opt_state=view), None), batch, *further)
 
     try:
         jax.eval_shape(run, jax.tree.map(computed, opened.parts), call.batch, call.further)
     except _Found as found:
         return found.tx
     raise ValueError(
-        f"{step.__name__} never updates its optimizer state. Call "
-        "tx.update(grads, opt_state, params) of the optimizer from zero.wrap(tx) or "
-        "zero.optimizer()."
+        f"{step.__name__} never updates its optimizer state. Call tx.update(grads, opt_state, "
+        "params) of zero.wrap(tx) or zero.optimizer()."
     )
 
 

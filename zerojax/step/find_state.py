@@ -17,7 +17,7 @@ from zerojax.devices.mesh import explicit_axes
 from zerojax.placement.checks import check_one_copy
 from zerojax.plan.places import PINNED
 from zerojax.plan.planning import is_optimizer_state
-from zerojax.step.call import is_array, is_key, without_pmap
+from zerojax.step.call import RearrangedFunction, is_array, is_key
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import are_arrays, form_of, has_form
 from zerojax.train_state.results import summary, take_out
@@ -26,10 +26,8 @@ from zerojax.xla.types import PyTree
 
 
 def find_state(
-    function: Callable[..., PyTree],
-    name: str,
+    function: RearrangedFunction,
     given: Mapping[Slot, PyTree],
-    free: Sequence[Slot],
     batch: Sequence[Slot],
     text: Callable[[Sequence[Slot]], str],
 ) -> list[Slot]:
@@ -39,10 +37,8 @@ def find_state(
     if the batch is named; numbers and random keys do not count.
 
     Args:
-      function: The step.
-      name: The step's name for messages.
-      given: Its arguments by position and name.
-      free: The arguments that may be the state.
+      function: The step, called with all arguments that may be the state in the state's place.
+      given: Its arguments by slot.
       batch: The arguments that are the batch, if it is named.
       text: Describes arguments for messages.
 
@@ -51,13 +47,13 @@ def find_state(
         which may be the state's or the batch's.
       ValueError: The state has a copy for each device.
     """
+    name, free = function.__name__, function.signature.state
 
     def by_name(slots: Sequence[Slot]) -> dict[str, PyTree]:
         return {text([slot]): given[slot] for slot in slots}
 
     try:
-        with without_pmap(name):
-            results = _shapes_of_results(function, given, free)
+        results = _shapes_of_results(function, given)
     except (TypeError, ValueError) as error:  # of shapes with an extra dimension, say
         check_one_copy(by_name(free), error)
         _note_numbers(by_name(free), error)
@@ -87,21 +83,16 @@ def find_state(
     else:
         slots, ambiguous = [slot for slot in back if slot in (*containers, *before)], []
     check_one_copy(by_name(slots))
-    if alike:
+    if unclear := alike or ambiguous:
         raise TypeError(
-            f"{name} got {text(alike)}, which have the same tree, shapes and dtypes, and returns "
-            f"fewer of them. Name those that are the state: zero({name}, state_argnums=(...))."
-        )
-    if ambiguous:
-        raise TypeError(
-            f"{name} returns an array like {text(ambiguous)}, which may be part of the state or "
-            f"the batch. Name one of them: zero({name}, state_argnums=(...)) or batch_argnums=..."
+            f"{name} returns results with the tree, shapes and dtypes of {text(unclear)}, which "
+            f"may be its state or not. Name the state: zero({name}, state_argnums=(...)), or the "
+            "batch by batch_argnums."
         )
     if not slots:
         raise TypeError(
             f"{name} returns {summary(results)}, and none of its arguments ({text(free)}) with "
-            "the same tree, shapes and dtypes, so that no state was found. Return the new state, "
-            f"or name it: zero({name}, state_argnums=(...))."
+            "the same tree, shapes and dtypes. Return the new state, or name it by state_argnums."
             + _other_dtypes(results, by_name(candidates))
         )
     return slots
@@ -135,9 +126,8 @@ def _other_dtypes(results: PyTree, candidates: Mapping[str, PyTree]) -> str:
     return f" {'; '.join(changes[:3])}: cast it back in the step." if changes else ""
 
 
-def _shapes_of_results(
-    function: Callable[..., PyTree], given: Mapping[Slot, PyTree], free: Sequence[Slot]
-) -> PyTree:
+def _shapes_of_results(function: RearrangedFunction, given: Mapping[Slot, PyTree]) -> PyTree:
+    free = function.signature.state
     leaves, tree = jax.tree.flatten([given[slot] for slot in free])
     traced = [
         is_array(x) and array
@@ -149,9 +139,7 @@ def _shapes_of_results(
         remaining = iter(arrays)
         pairs = zip(leaves, traced, strict=True)
         filled = jax.tree.unflatten(tree, [next(remaining) if array else x for x, array in pairs])
-        arguments = {**given, **dict(zip(free, filled, strict=True))}
-        args = [arguments[i] for i in range(sum(isinstance(slot, int) for slot in arguments))]
-        results = function(*args, **{k: x for k, x in arguments.items() if isinstance(k, str)})
+        results = function(*filled, (), *(given[slot] for slot in function.signature.further))
         untraced[:] = [None if is_array(x) else x for x in jax.tree.leaves(results)]
         returned.append(jax.tree.structure(results))
         return [x for x in jax.tree.leaves(results) if is_array(x)]

@@ -38,8 +38,7 @@ def with_specs(further: Further, spec_of: Callable[[Any, int], Spec | None]) -> 
         specs = (spec_of(getattr(x, "sharding", None), np.ndim(x)) for x in arrays)
         return Frozen(argument.value, tuple(specs))
 
-    args, kwargs = further
-    return tuple(map(known, args)), {name: known(x) for name, x in kwargs.items()}
+    return tuple(map(known, further))
 
 
 def spec_on(plan: Plan, sharding: object, ndim: int) -> Spec | None:
@@ -56,11 +55,10 @@ def spec_on(plan: Plan, sharding: object, ndim: int) -> Spec | None:
 
 def enter_arguments(inserter: Inserter, further: Further) -> dict[int, Shard]:
     """Returns the shards of the arrays of each :class:`Frozen`, by ``id`` of the array."""
-    args, kwargs = further
-    frozen = [x for x in (*args, *kwargs.values()) if isinstance(x, Frozen)]
     chosen = [
         (x, spec)
-        for argument in frozen
+        for argument in further
+        if isinstance(argument, Frozen)
         for x, spec in zip(jax.tree.leaves(argument.value), argument.specs, strict=True)
         if spec is not None
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -16,43 +15,27 @@ from flax import nnx
 from zerojax.xla import compat
 from zerojax.xla.types import PyTree
 
-Slot = int | str  # an argument of a call: its position, or the name that it was passed by
-
-_REMEDIES = {
-    "in_shardings": "zerojax lays out the state and the batch; a model's own PartitionSpecs go "
-    "into its metadata or zerojax.zero(specs=...)",
-    "out_shardings": "zerojax lays out the state that the step returns",
-    "device": "zerojax.zero(mesh=...) says where a step runs",
-    "backend": "zerojax.zero(mesh=...) says where a step runs",
-    "compiler_options": "zerojax compiles the step with options of its own",
-}
+Slot = int | str  # an argument: its position, or its name if it may be passed only by name
 
 
-class Jitted(NamedTuple):
-    """A function without its ``jit``.
-
-    Attributes:
-      function: The function as its author wrote it.
-      static, donated: The static and the donated arguments of the ``jit``; none without a ``jit``.
-    """
-
-    function: Callable[..., PyTree]
-    static: tuple[Slot, ...] = ()
-    donated: tuple[Slot, ...] = ()
-
-
-def open_jit(function: Callable[..., PyTree]) -> Jitted:
+def open_jit(
+    function: Callable[..., PyTree],
+) -> tuple[Callable[..., PyTree], tuple[Slot, ...], tuple[Slot, ...]]:
     """Removes ``jax.jit`` and ``nnx.jit`` from a function and keeps its other wrappers.
+
+    Returns:
+      The function as its author wrote it, and the static and the donated arguments of the ``jit``;
+      none without a ``jit``.
 
     Raises:
       ValueError: The jit has an option that a decorated step cannot have.
     """
     if isinstance(function, types.MethodType):
-        opened = open_jit(function.__func__)
-        if opened.function is function.__func__:
-            return Jitted(function)
-        bound = types.MethodType(opened.function, function.__self__)
-        return Jitted(bound, without_self(opened.static), without_self(opened.donated))
+        opened, static, donated = open_jit(function.__func__)
+        if opened is function.__func__:
+            return function, (), ()
+        bound = types.MethodType(opened, function.__self__)
+        return bound, without_self(static), without_self(donated)
     if type(function) is type(jax.jit(_nothing)):
         jit = function
     # With graph=False, nnx.jit returns another class than in graph mode.
@@ -60,17 +43,15 @@ def open_jit(function: Callable[..., PyTree]) -> Jitted:
         jit = function.jitted_fn  # type: ignore[attr-defined]
     else:
         _check_no_pmap(function)
-        return Jitted(function)
-    opened = open_jit(function.__wrapped__)  # type: ignore[attr-defined]
+        return function, (), ()
+    opened, static, donated = open_jit(function.__wrapped__)  # type: ignore[attr-defined]
     options = compat.jit_options(jit)
-    for name in options.given:
+    if options.given:
         raise ValueError(
-            f"{name_of(function)} is jitted with {name}=, which zerojax ignores. Remove it: "
-            f"{_REMEDIES[name]}."
+            f"{name_of(function)} is jitted with {options.given[0]}=, which zerojax ignores. "
+            "Remove it: zerojax.zero(mesh=..., specs=...) says where a step runs and its layout."
         )
-    return Jitted(
-        opened.function, (*opened.static, *options.static), (*opened.donated, *options.donated)
-    )
+    return opened, (*static, *options.static), (*donated, *options.donated)
 
 
 def _check_no_pmap(function: Callable[..., object]) -> None:

@@ -6,13 +6,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.devices.mesh import SEQUENCE, are_present, batch_axes, batch_devices
-from zerojax.xla.types import PyTree, Shaped
+from zerojax.devices.mesh import SEQUENCE, are_present, batch_axes
+from zerojax.xla.types import PyTree
 
 
 def per_device(
@@ -23,56 +22,49 @@ def per_device(
 ) -> Callable[..., PyTree]:
     """Implements :meth:`zerojax.api.Zero.per_device`."""
     name = getattr(function, "__name__", "the function")
-    n, axes = batch_devices(mesh), batch_axes(mesh)
-    for axis in sharded:
+    axes = batch_axes(mesh)
+    axes_of = {0: axes}  # by dimension
+    for axis, at in sharded.items():
         if axis not in mesh.shape or axis in axes:
             raise ValueError(
                 f"per_device({name}): sharded names {axis!r}. Name an axis of the mesh "
-                f"({', '.join(mesh.axis_names)}) that does not shard the batch, as "
-                f"{', '.join(axes)} does."
+                f"({', '.join(mesh.axis_names)}) that does not shard the batch."
             )
-    for axis, at in sharded.items():
-        if isinstance(at, bool) or not isinstance(at, int) or at < 1:
+        is_dimension = isinstance(at, int) and not isinstance(at, bool) and at > 0
+        # zero.sequence shards heads over its axis, also beside another axis.
+        if not is_dimension or (axis != SEQUENCE and {*axes_of.get(at, ())} - {SEQUENCE}):
             raise ValueError(
-                f"per_device({name}): sharded has {axis!r}: {at!r}. Give a dimension of 1 or more; "
-                "dimension 0 is the batch's."
+                f"per_device({name}): sharded has {axis!r}: {at!r}. Give each axis a dimension of "
+                "its own, 1 or more; dimension 0 is the batch's."
             )
-        if axis != SEQUENCE and [d for a, d in sharded.items() if a != SEQUENCE].count(at) > 1:
-            raise ValueError(
-                f"per_device({name}): sharded has dimension {at} twice. Shard a dimension over one "
-                "axis."
-            )
+        axes_of[at] = (*axes_of.get(at, ()), axis)
+    parts = {at: math.prod(mesh.shape[axis] for axis in axes_of[at]) for at in axes_of}
 
     @functools.wraps(function)
     def over_rows(*args: PyTree) -> PyTree:
         for i, arg in enumerate(args):
             for path, x in jax.tree_util.tree_leaves_with_path(() if i in replicated else arg):
-                if not x.shape or x.shape[0] % n:
+                for at, n in parts.items():
+                    if x.shape[at] % n == 0 if at < len(x.shape) else at > 0:
+                        continue
                     raise ValueError(
                         f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has shape "
-                        f"{x.shape}, and {n} devices (axes {', '.join(axes)}) do not divide its "
-                        f"first dimension. Make it a multiple, or add {i} to replicated."
+                        f"{x.shape}, and the {n} devices of {' and '.join(axes_of[at])} do not "
+                        f"divide its dimension {at}. Make it a multiple, or "
+                        + ("remove the axis from sharded." if at else f"add {i} to replicated.")
                     )
-                for axis, at in sharded.items():
-                    parts = math.prod(mesh.shape[a] for a, d in sharded.items() if d == at)
-                    if at < len(x.shape) and x.shape[at] % parts:
-                        raise ValueError(
-                            f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has "
-                            f"shape {x.shape}, and the {parts} devices of {axis!r} do not divide "
-                            f"its dimension {at}. Make it a multiple (repeat the heads of keys), "
-                            f"or remove {axis!r} from sharded."
-                        )
         in_specs = tuple(
-            PartitionSpec() if i in replicated else jax.tree.map(spec, arg)
+            PartitionSpec()
+            if i in replicated
+            else jax.tree.map(lambda x: spec_of_rank(len(x.shape)), arg)
             for i, arg in enumerate(args)
         )
         # One spec for results of any rank, so that it may be no longer than needed.
-        last = max(sharded.values(), default=0)
         mapped = jax.shard_map(
             function,
             mesh=mesh,
             in_specs=in_specs,
-            out_specs=_spec(last + 1, axes, sharded),
+            out_specs=spec_of_rank(max(axes_of) + 1),
             # Other axes stay automatic: XLA shards over them.
             axis_names={*axes, *sharded},
             # With the check, results of a pallas_call must declare the axes that they vary over.
@@ -81,20 +73,10 @@ def per_device(
         with _traced_for(mesh):
             return mapped(*args)
 
-    def spec(x: Shaped) -> PartitionSpec:
-        return _spec(len(x.shape), axes, sharded)
+    def spec_of_rank(rank: int) -> PartitionSpec:
+        return PartitionSpec(*(axes_of.get(at) for at in range(rank)))
 
     return over_rows
-
-
-def _spec(rank: int, axes: tuple[str, ...], sharded: Mapping[str, int]) -> PartitionSpec:
-    """Returns a spec: rows over the axes of the batch, further dimensions according to
-    ``sharded``."""
-    dimensions: list[Any] = [axes] + [None] * (rank - 1)
-    for axis, at in sharded.items():
-        if at < rank:
-            dimensions[at] = axis if dimensions[at] is None else (dimensions[at], axis)
-    return PartitionSpec(*dimensions)
 
 
 def _traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[object]:

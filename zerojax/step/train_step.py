@@ -1,8 +1,8 @@
 """The decorated call: the course of a step, from its arguments to its results.
 
-:meth:`Step.__call__` sorts the arguments; ``_begin`` recognizes the state that the last step
-returned, or opens and places another one; the program runs; and the user's state
-is rebuilt around its arrays.
+:meth:`Step.__call__` sorts the arguments; recognizes the state that the last step left, or opens
+and places another one (``_begin``); places the batch (``_placed``); runs the program; and rebuilds
+the user's state around its arrays (``_finished``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -27,14 +27,15 @@ from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.quantize import check_trainable
-from zerojax.step.arguments import Arguments, LastSlots
-from zerojax.step.call import Call, RearrangedFunction
+from zerojax.step.arguments import Arguments
+from zerojax.step.call import Call
 from zerojax.step.collectives_table import CollectivesTable
-from zerojax.step.decorated import Decorated, P, R
+from zerojax.step.decorated import Decorated, P, R, check_concrete, check_not_deleted
 from zerojax.step.find_optimizer import find_optimizer
-from zerojax.step.last import Continue, LastState, returned_state, updated_objects
+from zerojax.step.jitted import Slot
+from zerojax.step.last import Continue, LastState
 from zerojax.step.offloaded import OffloadedStep
-from zerojax.step.program import StepProgram, StepSetting
+from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import from_cached_partial
@@ -74,7 +75,7 @@ class Step(Decorated[P, R]):
         super().__init__(arguments, states)
         self._donate, self._guard = donate, guard
         self._after_step = AfterStep(states.config)
-        self._last: tuple[LastState, StepProgram, LastSlots] | None = None
+        self._last: tuple[LastState, StepProgram] | None = None
         self._numbers: tuple[StepSetting, Sequence[Any]] | None = None
 
     @property
@@ -85,11 +86,13 @@ class Step(Decorated[P, R]):
 
     @compat.with_short_traceback
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        found, slots = self._find_last(args, kwargs)
-        call = self._arguments.sort(args, kwargs, slots)
+        given = self._arguments.by_slot(args, kwargs)
+        found = self._find_last(given)
+        left = None if found is None else found.program.setting.body.function
+        call = self._arguments.sort(given, left)
         watchdog = self._watchdog
         if not call.known.checked:
-            _check_concrete(self._arguments.name, call.batch)
+            check_concrete(self._arguments.name, call.batch)
         self._agree(call, "..." if found else "a state from elsewhere, ...")
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
@@ -97,7 +100,21 @@ class Step(Decorated[P, R]):
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)
-            objects, out = self._run(call, explicit, found)
+            if found is None or not found.program.setting.serves(call.signature, explicit):
+                found = self._begin(call, explicit)
+            elif found.program.setting.kind.write_back is not None:
+                from_cached_partial()
+            call, batch = self._placed(found, call, explicit)
+            program, parts = found.program, found.flat.parts
+            # Before it runs: processes with unequal programs would wait for each other.
+            self._compare(program, call, lambda: program.lowered(parts(), call.batch, call.further))
+            if self._guard is not None and not program.fits:
+                self._check_memory(self._guard, program, call, parts(), batch)
+                program.fits = True
+            result = program(found.flat, batch, call.further)
+            objects = self._finished(found, call, self._after_step.phase("step", result))
+            call.known.checked = self._is_alone and explicit is None
+        out = result.out
         if watchdog:
             watchdog.ran(out)
         self._limit_in_flight(out, self._numbers)
@@ -105,84 +122,82 @@ class Step(Decorated[P, R]):
             out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
 
-    def _find_last(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[_Start, LastSlots] | tuple[None, None]:
+    def _find_last(self, given: Mapping[Slot, PyTree]) -> _Start | None:
         """Returns the start of a call that continues from the state that the last step left, which
-        needs no further checks, and the slots of that state; None for another call."""
+        needs no further checks; None for another call."""
         if self._last is None:
-            return None, None
-        last, program, slots = self._last
-        try:
-            objects = [args[s] if isinstance(s, int) else kwargs[s] for s in slots.slots]
-        except (IndexError, KeyError):
-            return None, None
-        found = last.find(tuple(objects))
-        return (None, None) if found is None else (_Start(program, *found), slots)
+            return None
+        last, program = self._last
+        slots = program.setting.body.function.signature.state
+        if any(slot not in given for slot in slots):
+            return None
+        found = last.find(tuple([given[slot] for slot in slots]))
+        return None if found is None else _Start(program, *found)
 
-    def _run(
-        self, call: Call, explicit: Explicit | None, found: _Start | None
-    ) -> tuple[tuple[PyTree, ...], PyTree]:
-        """Returns the state's objects after the step, and the results without these objects."""
-        if found is None or not found.program.setting.serves(call.signature, explicit):
-            found = self._begin(call, explicit)
-        elif found.program.setting.kind.write_back is not None:
-            from_cached_partial()
-        program, flat, after = found
-        known, plain = call.known, self._is_alone and explicit is None
+    def _placed(self, start: _Start, call: Call, explicit: Explicit | None) -> tuple[Call, PyTree]:
+        """Checks the arguments beside the state; returns the call with arrays that the program may
+        read although it takes over the state's memory, and the batch on the devices."""
+        setting, leaves, known = start.program.setting, start.flat.leaves, call.known
+        plain, layout = self._is_alone and explicit is None, start.program.setting.layout
         is_checked = plain and known.checked
-        setting, layout, after_step = program.setting, program.setting.layout, self._after_step
         call = call._replace(further=setting.with_specs(call.further))
         if not is_checked:
             layout.check(call.batch)
         # A step takes over a state as a whole: two arrays tell, at no cost for each leaf.
-        _check_not_deleted((flat.leaves[0], flat.leaves[-1]))
-        after_step.check()
+        check_not_deleted((leaves[0], leaves[-1]))
+        self._after_step.check()
         is_placed = is_checked and known.placed
-        batch = after_step.phase("batch", call.batch if is_placed else layout.place(call.batch))
+        batch = call.batch if is_placed else layout.place(call.batch)
+        batch = self._after_step.phase("batch", batch)
         if plain and not is_checked:
             # place returns an array itself if nothing moves.
             known.placed = all(map(operator.is_, *map(jax.tree.leaves, (batch, call.batch))))
         if self._donate:
-            batch, further = _copy_state_arrays(flat, (batch, call.further))
+            batch, further = _copy_state_arrays(start.flat, (batch, call.further))
             call = call._replace(further=further)
         if not is_checked:
             layout.check_more(call)
-        # Before it runs: processes with unequal programs would wait for each other in a collective.
-        self._compare(
-            program,
-            call,
-            lambda: program.lowered(flat.parts(), call.batch, call.further),
-        )
-        if self._guard is not None and not program.fits:
-            self._check_memory(self._guard, program, call, flat.parts(), batch)
-            program.fits = True
-        result = after_step.phase("step", program(flat, batch, call.further))
-        _check_concrete(self._arguments.name, result.flat.leaves[0])
-        self._numbers = setting, setting.numbers(result.flat)
-        objects = None if after is None else after(result.flat)
+        return call, batch
+
+    def _finished(self, start: _Start, call: Call, result: StepResult) -> tuple[PyTree, ...]:
+        """Returns the state's objects with the arrays after a step, NNX objects updated in place;
+        records the state, by which the next call recognizes it, and the step's figures."""
+        check_concrete(self._arguments.name, result.flat.leaves[0])
+        setting, flat, after_step = start.program.setting, result.flat, self._after_step
+        kind = setting.kind
+        self._numbers = setting, setting.numbers(flat)
+        objects = None if start.after is None else start.after(flat)
         if objects is None:
-            objects, last = self._closed(call, program, result.flat)
-            slots = LastSlots(call.signature.state, program)
-            self._last = None if last is None else (last, program, slots)
-        if setting.kind.any_pytree:
+            parts, own = flat.parts(), {}
+            if kind.write_back is None:
+                objects = kind.close(parts, setting.tx)
+            else:
+                objects = call.objects
+                kind.write_back(objects, parts, setting.tx)
+            if kind.any_pytree:
+                own["step"] = parts.step
+                if not kind.knows_parameters:
+                    own["opt_state"] = parts.opt_state
+            last = LastState.of(objects, flat, own)
+            self._last = None if last is None else (last, start.program)
+        if kind.any_pytree:
             # Nothing else shows that zerojax created these arrays, which a step may donate.
             owned = self._states.owned
             if self._last is None:
-                owned.add(result.flat.leaves)
+                owned.add(flat.leaves)
             else:
                 owned.extend(self._last[0].references)
         setting.body.function.bring_up_to_date(call)
         after_step.note(result.signals)
         if after_step.logs:
-            after_step.record(result.signals, beside(result.out), layout.rows(call.batch))
-        known.checked = plain
-        return objects, result.out
+            rows = setting.layout.rows(call.batch)
+            after_step.record(result.signals, beside(result.out), rows)
+        return objects
 
     def _begin(self, call: Call, explicit: Explicit | None) -> _Start:
         """Opens, checks and places the state of a call, and returns the start of the call."""
         cached = from_cached_partial()
-        _check_concrete(self._arguments.name, call.objects)
+        check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
         check_trainable(self._arguments.name, opened.parts.params)
         if opened.kind.write_back is not None and cached and opened.plain:
@@ -190,43 +205,20 @@ class Step(Decorated[P, R]):
                 "nnx.cached_partial keeps a copy of the optimizer, which the first step would "
                 "replace. Create both with (model, optimizer) = zero.init(create)."
             )
-        _check_not_deleted(jax.tree.leaves(call.objects) if opened.kind.any_pytree else ())
+        check_not_deleted(jax.tree.leaves(call.objects) if opened.kind.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
         parts = self._states.state_placer(program.setting.plan).donatable(opened)
-        _check_concrete(self._arguments.name, parts.step)
+        check_concrete(self._arguments.name, parts.step)
         return _Start(program, FlatParts.of(parts))
-
-    def _closed(
-        self, call: Call, program: StepProgram, flat: FlatParts
-    ) -> tuple[tuple[PyTree, ...], LastState | None]:
-        """Returns the state's objects with the arrays after a step, NNX objects updated in place;
-        and their recognition by the next step."""
-        setting, parts = program.setting, flat.parts()
-        if setting.kind.write_back is not None:
-            setting.kind.write_back(call.objects, parts, setting.tx)
-            own = 0 if setting.kind.knows_parameters else len(jax.tree.leaves(parts[:3]))
-            return call.objects, updated_objects(call.objects, flat, own)
-        objects = setting.kind.close(parts, setting.tx)
-        own_parts = {}
-        if setting.kind.any_pytree:
-            own_parts = {"step": parts.step}
-            if not setting.kind.knows_parameters:
-                own_parts["opt_state"] = parts.opt_state
-        return objects, returned_state(objects, flat, own_parts)
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)
-        program: StepProgram = self._compiled(opened, call.signature, explicit, make)
-        return program
+        return self._compiled(opened, call.signature, explicit, make)
 
-    def _make(
-        self,
-        opened: OpenedState,
-        call: Call,
-        explicit: Explicit | None,
-        function: RearrangedFunction,
-    ) -> StepProgram:
+    def _make(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
+        """Creates the program for a call."""
+        function = self._arguments.rearranged(call.signature)
         if not call.signature.batch:
             self._states.warn_once(
                 f"{self._arguments.name} takes no batch, so that each device computes all of it. "
@@ -327,7 +319,8 @@ class Step(Decorated[P, R]):
           reduce-scatter params['w'] float32 458752 1 produced
           all-reduce  float32 7 1 update
         """
-        with self._checked(args, kwargs, self._fresh) as (program, parts, call):
+        # A program that no call shares, because its ledger is read.
+        with self._checked(args, kwargs, self._make) as (program, parts, call):
             inserter = program.setting.inserter
             inserter.ledger = Ledger(inserter.mesh, asked=True)
             program.traced(parts, call.batch, call.further)
@@ -341,10 +334,6 @@ class Step(Decorated[P, R]):
             traced = program.traced(parts, call.batch, call.further)
         return names(jaxprs.open_jaxpr(traced.jaxpr)[0])
 
-    def _fresh(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
-        """Creates a program that no call shares, because its ledger is read."""
-        return self._make(opened, call, explicit, self._arguments.rearranged(call.signature))
-
     @contextlib.contextmanager
     def _checked(
         self,
@@ -354,7 +343,7 @@ class Step(Decorated[P, R]):
     ) -> Iterator[tuple[StepProgram, Parts, Call]]:
         """Yields the program for these arguments, abstract or concrete; the state's parts; and the
         sorted arguments."""
-        call = self._arguments.sort(args, kwargs)
+        call = self._arguments.sort(self._arguments.by_slot(args, kwargs))
         with automatic_context(self._states.mesh) as names:
             explicit = Explicit.of(names, call.batch)
             opened = self._states.open(call.objects)
@@ -365,15 +354,6 @@ class Step(Decorated[P, R]):
             yield program, opened.parts, call._replace(further=further)
 
 
-def _check_not_deleted(arrays: Iterable[PyTree]) -> None:
-    """Refuses arrays whose memory an earlier step has taken over."""
-    if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
-        raise ValueError(
-            "an earlier step took over the memory of this state, or of a part of it. Continue "
-            "with the state that the step returned, or keep both with zerojax.zero(donate=False)."
-        )
-
-
 def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
     """Copies the further arguments that are arrays of the state, because the step takes over the
     state's memory."""
@@ -382,12 +362,3 @@ def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
         return given
     shared = given_ids.intersection(map(id, flat.leaves))
     return jax.tree.map(lambda x: x.copy() if id(x) in shared else x, given)
-
-
-def _check_concrete(name: str, tree: PyTree) -> None:
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            f"{name} is decorated with zero and cannot run inside jax.jit, scan, vmap, pmap, grad "
-            "or eval_shape. Call it in a plain Python loop, and move what should be compiled with "
-            "it into its body. For shapes, use its lower()."
-        )

@@ -191,20 +191,17 @@ def frames(thread: int | None = None) -> Iterator[FrameType]:
 
 
 def with_large_stack(function: F) -> F:
-    """Returns a function whose calls find room for many frames on Python's stack.
+    """Changes a function so that its calls find room for many frames on Python's stack.
 
     CPython stores frames in chunks of 16 KB. Where the calls of a loop cross the end of a chunk,
     each call maps the next chunk and unmaps it again, and a trace takes up to a quarter longer, at
-    depths that nobody chooses. The frame of ``call`` asks for half a megabyte, and gets a chunk of
-    twice that size, which has room for the deeper frames; the system allots no memory to pages that
-    no frame touches.
+    depths that nobody chooses. The function's own frame asks for half a megabyte, and gets a chunk
+    of twice that size, which has room for the deeper frames; the system allots no memory to pages
+    that no frame touches.
     """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    call.__code__ = call.__code__.replace(co_stacksize=2**16)
-    return cast(F, functools.wraps(function)(call))
+    plain: Any = function
+    plain.__code__ = plain.__code__.replace(co_stacksize=2**16)
+    return function
 
 
 def before_the_end(act: Callable[[], None]) -> None:

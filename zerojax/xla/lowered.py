@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -55,12 +55,9 @@ def with_argument_names(function: Callable[..., R], *names: str) -> Callable[...
       True
     """
 
-    @functools.wraps(function)
-    def renamed(*args: object) -> R:
-        return function(*args)
-
+    # A method has no attributes of its own; a partial has, and no frame in a trace.
+    renamed: Any = functools.wraps(function)(functools.partial(function))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in names]
     # jax.jit names the arguments of a compiled program by the signature of the function.
-    renamed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return renamed
+    renamed.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return renamed  # type: ignore[no-any-return]

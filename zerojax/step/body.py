@@ -18,7 +18,7 @@ from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import split_state
 from zerojax.step.call import RearrangedFunction
 from zerojax.step.partial_update import of_parts
-from zerojax.step.view import STARTS_AGAIN, View, WrappedView, beginning
+from zerojax.step.view import STARTS_AGAIN, View
 from zerojax.trace.dependence import unchanged
 from zerojax.trace.marks import GRADIENT, count, is_mark
 from zerojax.train_state.results import summary, take_out
@@ -77,13 +77,12 @@ class Body:
         """
         # Under accumulation a step is traced more than once.
         self._sizes.clear()
-        tx = of_parts(tx, self.name, parts.params, self._sizes)
+        tx = of_parts(tx, self.name, parts, self._sizes)
         view = parts.opt_state
         shown = parts
-        if isinstance(view, View):
-            if self.kind.optimizer_in_step:
-                shown = parts._replace(opt_state=WrappedView.of(view, self._one_optimizer(tx)))
-            tx = beginning(tx, view)
+        if isinstance(view, View) and self.kind.optimizer_in_step:
+            carried = dataclasses.replace(view, update=self._one_optimizer(tx))
+            shown = parts._replace(opt_state=carried)
         state = self.kind.close(shown, tx)
         out = self.function(*state, batch, *args, **kwargs)
         new = state
@@ -139,7 +138,7 @@ class Body:
     def _one_optimizer(
         self, tx: optax.GradientTransformationExtraArgs
     ) -> Callable[..., tuple[PyTree, View]]:
-        """Returns the update by ``tx`` for a :class:`WrappedView`, for one wrapped optimizer."""
+        """Returns ``View.update`` by ``tx``, for one wrapped optimizer."""
         called: list[object] = []
 
         def update(
@@ -230,8 +229,8 @@ def _of_any_view(match: Callable[[PyTree], bool]) -> Callable[[PyTree], bool]:
 def _view(opt_state: PyTree, before: PyTree) -> PyTree:
     """Returns the view of a wrapped optimizer's state that a step returned. A new state from
     ``tx.init`` is put into the view that the step began with."""
-    if isinstance(opt_state, WrappedView):
-        return opt_state.view()
+    if isinstance(opt_state, View):
+        return dataclasses.replace(opt_state, update=None)
     return dataclasses.replace(before, opt=opt_state) if isinstance(before, View) else opt_state
 
 

@@ -16,6 +16,7 @@ from jax.tree_util import KeyPath, PyTreeDef
 
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.view import Constrain, View
+from zerojax.train_state.state_parts import Parts
 from zerojax.xla.types import PyTree
 
 FULL_TREE_ONLY = (
@@ -51,17 +52,23 @@ def to_shards(plan: Plan) -> Constrain:
 
 
 def of_parts(
-    tx: optax.GradientTransformationExtraArgs, name: str, step_params: PyTree, sizes: list[int]
+    tx: optax.GradientTransformationExtraArgs, name: str, start: Parts, sizes: list[int]
 ) -> optax.GradientTransformationExtraArgs:
-    """Extends ``tx``, an optimizer of views, to updates of a subtree of the parameters.
+    """Extends ``tx``, an optimizer of views, to updates of a subtree of the parameters, and to a
+    new state that ``init`` puts into the view that the step begins with.
 
     Args:
       tx: See :mod:`zerojax.step.view`.
       name: The step's name.
-      step_params: The parameters that the step sees.
+      start: The state that the step sees.
       sizes: A list to which each update appends its number of gradients.
     """
-    full_structure: PyTreeDef = jax.tree.structure(step_params)
+    full_structure: PyTreeDef = jax.tree.structure(start.params)
+
+    def init(params: PyTree) -> PyTree:
+        opt_state = tx.init(params)
+        view = start.opt_state
+        return view.around(opt_state.inner) if isinstance(view, View) else opt_state
 
     def update(
         grads: PyTree, view: View, params: PyTree = None, **extra: object
@@ -74,7 +81,7 @@ def of_parts(
             raise NotImplementedError(FULL_TREE_ONLY)
         if view.masters is None or structure == full_structure:
             return tx.update(grads, view, params, **extra)
-        part = _Part(name, step_params, structure)
+        part = _Part(name, start.params, structure)
         part_view = dataclasses.replace(
             view, masters=part.of(view.masters), compute=part.of(view.compute)
         )
@@ -84,7 +91,7 @@ def of_parts(
             after, masters=part.put(after.masters, view.masters), compute=compute
         )
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class _Part:

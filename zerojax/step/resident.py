@@ -16,7 +16,7 @@ from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.partial_update import to_shards
 from zerojax.step.program import MakeSignals, StepResult, StepSetting
-from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
+from zerojax.step.view import View, cast, constrainer, params_after, updating
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
@@ -40,8 +40,7 @@ class ResidentStep:
         self._to_shards = constrainer(shardings.params)
         inner = jax.tree.unflatten(setting.structure.opt_state, plan.leaves["opt_state"]).inner
         matrices = MatrixUpdate.of(setting.inserter, plan, jax.tree.leaves(inner))
-        advance = advancing(setting.tx, matrices)
-        self._tx = updating(setting.tx.init, advance, to_shards(plan))
+        self._tx = updating(setting.tx, to_shards(plan), matrices)
         self._jitted = JitOnceDecided(
             with_argument_names(self._step, STATE, BATCH, "further"),
             self._options,

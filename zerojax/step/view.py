@@ -2,8 +2,8 @@
 
 The ``opt_state`` of the state in the user's step is a :class:`View`, and its ``tx`` takes and
 returns views. The effects of ``apply_gradients`` thus pass through the user's code as plain
-values, whatever that code does with the state. A state that is any pytree has no ``tx``: in its
-place, a :class:`WrappedView` replaces the state of the wrapped optimizer that the step closes over.
+values, whatever that code does with the state. A state that is any pytree has no ``tx``: its view
+replaces the state of the wrapped optimizer that the step closes over, and carries the update.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from zerojax.xla.types import MaybeNone, PyTree
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class View:
-    """The ``opt_state`` in the user's step: it is read and written like optax's own state, and
-    carries zerojax's values too.
+class View(CarriedState):
+    """The ``opt_state`` in the user's step: it is read and written like optax's own state, or like
+    a ``ZeroOptState`` in a state that is any pytree, and carries zerojax's values too.
 
     Attributes:
       opt: The wrapped optimizer's state.
@@ -38,6 +38,8 @@ class View:
       grads: The gradient that the optimizer received, if the update comes after the step; else
         None.
       updates: Zeros in place of the update, if the update comes after the step; else None.
+      update: ``(tx, grads, view, params, **extra) -> (updates, view)``, the update when the step
+        calls ``tx``, a wrapped optimizer that it closes over; None if the state has the optimizer.
     """
 
     opt: ZeroOptState
@@ -45,6 +47,9 @@ class View:
     compute: PyTree = None
     grads: PyTree = None
     updates: PyTree = None
+    update: Callable[..., tuple[PyTree, View]] | MaybeNone = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     @property
     def inner(self) -> optax.OptState:
@@ -54,6 +59,11 @@ class View:
     def around(self, inner: optax.OptState) -> View:
         """Returns this view with another optax state."""
         return dataclasses.replace(self, opt=self.opt.with_inner(inner))
+
+    def updated(
+        self, tx: ZeroTransformation, grads: PyTree, params: PyTree, **extra: object
+    ) -> tuple[PyTree, View]:
+        return self.update(tx, grads, self, params, **extra)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a protocol that Python or JAX looks for
@@ -73,47 +83,12 @@ class View:
         return len(self._shown())
 
     def _replace(self, **fields: PyTree) -> View:
-        return self.around(self.inner._replace(**fields))
+        shown = self._shown()._replace(**fields)
+        return dataclasses.replace(self, opt=shown) if self.update else self.around(shown)
 
     def _shown(self) -> PyTree:
         """Returns the state that all reads and writes of this view refer to."""
-        return self.opt.inner
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class WrappedView(View, CarriedState):
-    """The state of a wrapped optimizer in a state that is any pytree: read and written like a
-    ``ZeroOptState``.
-
-    Attributes:
-      update: ``(tx, grads, view, params, **extra) -> (updates, view)``, the update of a view when
-        the step calls ``tx``.
-    """
-
-    update: Callable[..., tuple[PyTree, View]] | MaybeNone = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
-
-    @classmethod
-    def of(cls, view: View, update: Callable[..., tuple[PyTree, View]]) -> WrappedView:
-        """Returns a view with this update function."""
-        return cls(**vars(view) | {"update": update})
-
-    def view(self) -> View:
-        """Returns the view without the update function."""
-        return View(**{f.name: getattr(self, f.name) for f in dataclasses.fields(View)})
-
-    def updated(
-        self, tx: ZeroTransformation, grads: PyTree, params: PyTree, **extra: object
-    ) -> tuple[PyTree, View]:
-        return self.update(tx, grads, self, params, **extra)  # type: ignore[no-any-return]
-
-    def _replace(self, **fields: PyTree) -> View:
-        return dataclasses.replace(self, opt=self.opt._replace(**fields))
-
-    def _shown(self) -> PyTree:
-        return self.opt
+        return self.opt if self.update else self.opt.inner
 
 
 STARTS_AGAIN = (
@@ -122,22 +97,24 @@ STARTS_AGAIN = (
 )
 
 Constrain = Callable[[PyTree], PyTree]
-Advance = Callable[..., tuple[PyTree, View]]
 
 
-def advancing(
-    tx: ZeroTransformation,
-    run: Run | None = None,
-) -> Advance:
-    """Returns the update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
+def updating(
+    tx: ZeroTransformation, to_shards: Constrain, run: Run | None
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that updates immediately.
 
     Args:
       tx: The wrapped transformation.
+      to_shards: Constrains a gradient tree to its shards.
       run: Runs the jaxpr of the wrapped transformation's update; None for JAX.
     """
 
-    def advance(grads: PyTree, view: View, params: PyTree, **extra: object) -> tuple[PyTree, View]:
+    def update(
+        grads: PyTree, view: View, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, View]:
         before = params if view.masters is None else view.masters
+        grads = to_shards(mark(grads, GRADIENT))
         updates, opt = tx.update(grads, view.opt, before, run=run, **extra)
         if view.masters is None:
             return updates, dataclasses.replace(view, opt=opt)
@@ -148,48 +125,10 @@ def advancing(
         config: Any = jax.config
         if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
             updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, view.compute)
-        compute = jax.tree.map(added, view.compute, updates)
+        compute = optax.apply_updates(view.compute, updates)
         return updates, dataclasses.replace(view, opt=opt, masters=after, compute=compute)
 
-    return advance
-
-
-def added(param: jax.Array, update: jax.Array) -> jax.Array:
-    """Adds an update to a parameter in the update's dtype, and casts the sum back."""
-    return (param.astype(update.dtype) + update).astype(param.dtype)
-
-
-def updating(
-    init: Callable[[PyTree], View], advance: Advance, to_shards: Constrain
-) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that updates immediately.
-
-    Args:
-      init: Creates a new state of the optimizer.
-      advance: The update, see :func:`advancing`.
-      to_shards: Constrains a gradient tree to its shards.
-    """
-
-    def update(
-        grads: PyTree, view: View, params: PyTree = None, **extra: object
-    ) -> tuple[PyTree, View]:
-        updates, after = advance(to_shards(as_gradients(grads)), view, params, **extra)
-        return updates, after if view.compute is not None else dataclasses.replace(
-            after, compute=None
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def beginning(
-    tx: optax.GradientTransformationExtraArgs, view: View
-) -> optax.GradientTransformationExtraArgs:
-    """Returns ``tx``, an optimizer of views, with an ``init`` that creates a view like ``view``."""
-
-    def init(params: PyTree) -> View:
-        return view.around(tx.init(params).inner)
-
-    return optax.GradientTransformationExtraArgs(init, tx.update)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def collecting(to_shards: Constrain, uses: Sequence[bool]) -> optax.GradientTransformationExtraArgs:
@@ -202,6 +141,13 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> optax.GradientTran
         unused gradients.
     """
 
+    def init(params: PyTree) -> NoReturn:
+        raise TypeError(STARTS_AGAIN)
+
+    def or_zeros(gradient: jax.Array, used: bool) -> jax.Array:
+        # Nothing reads the mark, by which without_unused_gradients knows a gradient without a use.
+        return gradient if used else jnp.zeros_like(mark(gradient, UNUSED))
+
     def update(
         grads: PyTree, view: View, params: PyTree = None, **extra: object
     ) -> tuple[PyTree, View]:
@@ -211,25 +157,11 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> optax.GradientTran
                 "runs after the step. Train without offload."
             )
         used = jax.tree.unflatten(jax.tree.structure(grads), uses)
-        grads = to_shards(as_gradients(jax.tree.map(_or_zeros, grads, used)))
+        grads = to_shards(mark(jax.tree.map(or_zeros, grads, used), GRADIENT))
         grads = jax.tree.map(lambda old, g: g.astype(old.dtype), view.grads, grads)
         return view.updates, dataclasses.replace(view, grads=to_shards(grads))
 
-    return optax.GradientTransformationExtraArgs(_no_init, update)
-
-
-def _or_zeros(gradient: jax.Array, used: bool) -> jax.Array:
-    # Nothing reads the mark, by which without_unused_gradients knows a gradient without a use.
-    return gradient if used else jnp.zeros_like(mark(gradient, UNUSED))
-
-
-def _no_init(params: PyTree) -> NoReturn:
-    raise TypeError(STARTS_AGAIN)
-
-
-def as_gradients(tree: PyTree) -> PyTree:
-    """Marks the leaves of a tree as gradients, for :mod:`zerojax.collectives.target_specs`."""
-    return mark(tree, GRADIENT)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def params_after(

@@ -16,7 +16,7 @@ out. In reading order:
   update of some parameters. ``gradient_norm``: the norm of gradients that no update computes.
 - ``entering``, ``evaluate_body``: the arrays of the state; the function, emitted for shards.
   ``extra_state``: the specs of new state that no wrapped optimizer computes.
-- ``offloaded``, ``gradient_program``, ``optimizer_update``: the state is stored elsewhere; several
+- ``offloaded``, ``gradient_sender``, ``optimizer_update``: the state is stored elsewhere; several
   programs.
 - ``collectives_table``: the table of a step's collectives.
 - ``sequence``, ``per_device``: rows sharded along their tokens, and a kernel within a step, both

@@ -67,7 +67,7 @@ def open_state(state: PyTree) -> OpenedState:
             jax.tree.structure(empty),
             split,
             close,
-            matches=lambda objects: [lambda x: isinstance(x, kind)],
+            matches=lambda objects: [lambda x: getattr(type(x), _PLAIN, type(x)) is kind],
         ),
         parts=split(state),
         tx=state.tx.tx if isinstance(state.tx, BoundTransformation) else state.tx,

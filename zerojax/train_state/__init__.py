@@ -8,7 +8,7 @@ states of this kind. :func:`zerojax.placement.states.split_state` chooses the mo
 - ``linen``: a ``TrainState``. ``nnx``: NNX objects. ``pytree``: any pytree, whose parameters
   ``parameters`` finds.
 - ``nnx_graph``: the graph of NNX objects, remembered to compare a later call with it.
-- ``bound``, ``nnx_bound``: the optimizer of a state that the user sees, with optax's own
+- ``bound``: the optimizer of a state that the user sees, with optax's own
   ``opt_state`` and zerojax's numbers beside it.
 - ``results``: the new state among the results of a step.
 """

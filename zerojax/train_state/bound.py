@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import optax
-from flax import serialization
+from flax import nnx, serialization
 
 from zerojax.xla.types import PyTree
 
@@ -27,7 +27,8 @@ class BoundTransformation:
 
     Args:
       tx: The wrapped optimizer.
-      numbers: The wrapped optimizer's state without optax's.
+      numbers: The wrapped optimizer's state without optax's; NNX variables in an
+        ``nnx.Optimizer``.
 
     Example:
       >>> import jax.numpy as jnp, optax, zerojax
@@ -38,9 +39,6 @@ class BoundTransformation:
       >>> opt_state[0].count.tolist(), tx.numbers.steps.tolist()
       (1, 0)
     """
-
-    tx: optax.GradientTransformation
-    numbers: PyTree
 
     def __init__(self, tx: optax.GradientTransformation, numbers: PyTree) -> None:
         self.tx, self.numbers = tx, numbers
@@ -53,7 +51,7 @@ class BoundTransformation:
         self, grads: PyTree, opt_state: PyTree, params: PyTree = None, **extra: object
     ) -> tuple[PyTree, PyTree]:
         """Returns the updates and optax's new state."""
-        state = self.numbers.with_inner(opt_state)
+        state = nnx.as_pure(self.numbers).with_inner(opt_state)
         updates, after = self.tx.update(grads, state, params, **extra)
         return updates, after.inner
 

@@ -50,8 +50,7 @@ from zerojax.quantize import is_quantized
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
-from zerojax.train_state.parameters import find_parameters
-from zerojax.train_state.pytree import open_pytree
+from zerojax.train_state.pytree import find_parameters, open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
 from zerojax.xla import compat, jaxprs
 from zerojax.xla.types import PyTree

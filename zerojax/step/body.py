@@ -15,7 +15,6 @@ from jax.tree_util import PyTreeDef
 from zerojax.graph.search import equations
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.step.call import RearrangedFunction
-from zerojax.step.partial_update import of_parts
 from zerojax.step.view import STARTS_AGAIN, View
 from zerojax.trace.dependence import unchanged
 from zerojax.trace.marks import GRADIENT, count, is_mark
@@ -70,13 +69,23 @@ class Body:
         """
         # Under accumulation a step is traced more than once.
         self._sizes.clear()
-        tx = of_parts(tx, self.name, parts, self._sizes)
         view = parts.opt_state
+
+        def init(params: PyTree) -> PyTree:
+            opt_state = tx.init(params)
+            return view.around(opt_state.inner) if isinstance(view, View) else opt_state
+
+        def update(
+            grads: PyTree, opt_state: PyTree, params: PyTree = None, **extra: object
+        ) -> tuple[PyTree, PyTree]:
+            self._sizes.append(len(jax.tree.leaves(grads)))
+            return tx.update(grads, opt_state, params, **extra)
+
         shown = parts
         if isinstance(view, View) and self.kind.optimizer_in_step:
-            carried = dataclasses.replace(view, update=self._one_optimizer(tx))
+            carried = dataclasses.replace(view, update=self._one_optimizer(update))
             shown = parts._replace(opt_state=carried)
-        state = self.kind.close(shown, tx)
+        state = self.kind.close(shown, optax.GradientTransformationExtraArgs(init, update))
         out = self.function(*state, batch, *args, **kwargs)
         in_place = self.kind.write_back is not None
         new, out = (state, out) if in_place else self._new_state(state, out)
@@ -135,8 +144,8 @@ class Body:
         ]
         raise TypeError(
             f"{self.name} returned {summary(out)}, without the new state ({', '.join(kinds)}). "
-            "Return the new state with the same tree, shapes and dtypes, alone or in tuples, lists "
-            "and dicts, or name the state with state_argnums."
+            "Return the new state with the same tree, shapes and dtypes, or name the state with "
+            "state_argnums."
         )
 
     def _new_view(self, opt_state: PyTree, old: View, new: tuple[PyTree, ...]) -> View:
@@ -164,9 +173,9 @@ class Body:
         return dataclasses.replace(view, opt=opt)
 
     def _one_optimizer(
-        self, tx: optax.GradientTransformationExtraArgs
+        self, update_view: Callable[..., tuple[PyTree, View]]
     ) -> Callable[..., tuple[PyTree, View]]:
-        """Returns ``View.update`` by ``tx``, for one wrapped optimizer."""
+        """Returns ``View.update`` for one wrapped optimizer."""
         called: list[object] = []
 
         def update(
@@ -179,7 +188,7 @@ class Body:
                     f"applies {' and '.join(self._needs_tx)}. Call one of them, or remove the keys "
                     "from the config."
                 )
-            return tx.update(grads, view, params, **extra)
+            return update_view(grads, view, params, **extra)
 
         return update
 
@@ -220,7 +229,18 @@ class Body:
         times, looped = count(jaxpr, GRADIENT)
         # An update marks as many gradients as it receives: of a subtree, fewer than all parameters.
         n = times // max(1, min(self._sizes, default=leaves))
-        if not n + looped and _updates_itself(jaxpr, start):
+        if not n + looped:
+            sources = [*unchanged(jaxpr)]
+            m = leaves + len(jax.tree.leaves(start.opt_state.inner))
+            has_new_params = sources[:leaves] != [*range(leaves)]
+            # A transformation without a state has none to update.
+            has_new_state = m == leaves or sources[leaves:m] != [*range(leaves, m)]
+            if not (has_new_params and has_new_state):
+                raise ValueError(
+                    f"{self.name} never updates the state. Call state.apply_gradients (NNX: "
+                    "optimizer.update) with the gradients, or decorate a function that does not "
+                    "train with zero.evaluate."
+                )
             if self._needs_tx:
                 raise ValueError(
                     f"{self.name} updates with an optimizer of its own, which does not apply "
@@ -228,17 +248,10 @@ class Body:
                     "state.apply_gradients, or remove the keys from the config."
                 )
             return
-        if not n + looped:
-            raise ValueError(
-                f"{self.name} never updates the state. Call state.apply_gradients (NNX: "
-                "optimizer.update) with the gradients, or decorate a function that does not train "
-                "with zero.evaluate."
-            )
         if self.once and (n > 1 or looped):
             often = "in a loop" if looped else f"{n} times"
-            marked = functools.partial(is_mark, name=GRADIENT)
-            update = next(filter(marked, equations(jaxpr)), None)
-            place = None if update is None else line(jaxprs.source(update).traceback)
+            update = next(filter(functools.partial(is_mark, name=GRADIENT), equations(jaxpr)))
+            place = line(jaxprs.source(update).traceback)
             often += f" at {place}" if place else ""
             raise ValueError(f"{self.name} updates {often}, which {self.once}.")
 
@@ -246,16 +259,3 @@ class Body:
 def _by_name(parts: Parts) -> dict[str, PyTree]:
     """Returns the fields of a state by name."""
     return {name: x for name, x in (parts._asdict() | parts.rest).items() if name != "rest"}
-
-
-def _updates_itself(jaxpr: Jaxpr, start: Parts) -> bool:
-    """Returns whether a step computes new parameters, and a new optimizer state if there is one."""
-    n = len(jax.tree.leaves(start.params))
-    m = n + len(jax.tree.leaves(start.opt_state.inner))
-
-    sources = unchanged(jaxpr)
-
-    def changes(begin: int, end: int) -> bool:
-        return [*sources[begin:end]] != [*range(begin, end)]
-
-    return changes(0, n) and (m == n or changes(n, m))

@@ -17,7 +17,6 @@ from zerojax.collectives import gather_once
 from zerojax.collectives.matrices import with_matrices
 from zerojax.devices.mesh import STAGE
 from zerojax.graph.rows import RowDimensions
-from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.pipeline.program import Pipeline
 from zerojax.pipeline.schedule import Schedule
 from zerojax.plan import layout
@@ -26,10 +25,9 @@ from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import Further
 from zerojax.step.entering import BodyArrays, enter_rest
-from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
-from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.gradient_sender import GradientSender
+from zerojax.step.own_update import wanted_specs, with_gradient_norm
 from zerojax.step.program import StepSetting
 from zerojax.step.view import cast
 from zerojax.trace.broadcasts import with_broadcasts_in_loops
@@ -92,7 +90,7 @@ def evaluate_body(
     # Gradients that go to host memory are sent where they are produced.
     host = None if send is None else send.host()
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
-    replace: dict[str, Callable[[Any], Any]] = {
+    replace: dict[str, Callable[[PyTree], PyTree]] = {
         **replacements(closed, start.opt_state.opt.loss_scale)
     }
     if send is not None:
@@ -245,13 +243,3 @@ def _pipelined(
     stages = [*first, *between, *rest]
     pipeline = Pipeline(closed, trace, batch, roles, stages, schedule, dtype)
     return WithShards(*pipeline.traced())
-
-
-def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) -> jax.Array | None:
-    """Returns bool [], whether the update was applied; None if no step is ever skipped."""
-    return after.skipped == before.skipped if setting.config.skips_overflow else None
-
-
-def unless_skipped(done: jax.Array | None, after: PyTree, before: PyTree) -> PyTree:
-    """Returns ``after`` if the step was done, ``before`` if it was skipped."""
-    return after if done is None else choose(done, after, before)

@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+import optax
 
 from zerojax.collectives.host import Unpadded
 from zerojax.monitor.after_step import Signals
@@ -24,11 +24,11 @@ from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.stored import pad
 from zerojax.step.call import Further
 from zerojax.step.entering import enter
-from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
+from zerojax.step.evaluate_body import evaluate_body
 from zerojax.step.gradient_sender import GradientSender
 from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import MakeSignals, StepResult, StepSetting
-from zerojax.step.view import View, collecting, constrainer
+from zerojax.step.view import View, collecting, constrainer, unless_skipped
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
@@ -74,9 +74,6 @@ class OffloadedStep:
     """
 
     fits = False
-
-    setting: StepSetting
-    update: OptimizerUpdate
 
     def __init__(self, setting: StepSetting, donate: bool, signals: MakeSignals) -> None:
         self.setting, self._donate, self._signals, plan = setting, donate, signals, setting.plan
@@ -147,11 +144,13 @@ class OffloadedStep:
         for name, traced, times in self.update.by_groups.traced():
             yield LoweredProgram(name, compat.lower_for(traced, mesh), times)
 
-    def _inputs(self, parts: Parts, params: Sequence[Any]) -> Parts:
+    def _inputs(self, parts: Parts, params: Sequence[PyTree]) -> Parts:
         """Returns the part of a state that the program of the gradients takes."""
+        plan = self.setting.plan
+        opt_state = zip(jax.tree.leaves(parts.opt_state), plan.streamed, strict=True)
         return parts._replace(
-            params=beside_disk(params, self.setting.plan.compute),
-            opt_state=self.update.numbers(jax.tree.leaves(parts.opt_state)),
+            params=beside_disk(params, plan.compute),
+            opt_state=[None if streamed else x for x, streamed in opt_state],
         )
 
     @compat.with_large_stack
@@ -169,21 +168,14 @@ class OffloadedStep:
             for x, leaf in zip(parts.params, plan.compute, strict=True)
         ]
         entered = enter(setting.inserter, plan, plan.compute, params, self._reader)
-        dtypes = [leaf.dtype for leaf in plan.compute]
-
-        def tree(
-            make: Callable[[tuple[int, ...], DTypeLike], object], dtypes: Sequence[DTypeLike]
-        ) -> PyTree:
-            pairs = zip(plan.compute, dtypes, strict=True)
-            leaves = [make(leaf.shape, dtype) for leaf, dtype in pairs]
-            return jax.tree.unflatten(setting.structure.params, leaves)
-
-        start = Parts(
-            tree(jax.ShapeDtypeStruct, dtypes),  # the body has no memory kinds, only shapes
-            View(opt, grads=tree(jnp.zeros, update.grad_dtypes), updates=tree(jnp.zeros, dtypes)),
-            parts.step,
-            rest,
+        # The body has no memory kinds, only shapes.
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.compute]
+        like_params, like_grads = (
+            jax.tree.unflatten(setting.structure.params, x) for x in (shapes, update.gradients)
         )
+        no_grads, no_updates = optax.tree.zeros_like((like_grads, like_params))
+        view = View(opt, grads=no_grads, updates=no_updates)
+        start = Parts(like_params, view, parts.step, rest)
         sender = GradientSender(setting, opt)
         # Under accumulation a gradient is complete only after the last micro-batch.
         send = sender if setting.layout.accumulation == 1 else None
@@ -199,7 +191,7 @@ class OffloadedStep:
         scalars, shared = update.prelude(grads, parts.opt_state, sums)
         numbers = update.with_shared(parts.opt_state, shared)
         after: ZeroOptState = jax.tree.unflatten(setting.structure.opt_state, numbers)
-        done = was_done(setting, opt, after)
+        done = after.skipped == opt.skipped if setting.config.skips_overflow else None
         new_rest = unless_skipped(done, new_parts.rest, rest)
         stored: list[Any] = [g.stored if isinstance(g, Unpadded) else g for g in grads]
         return GradientResult(

@@ -9,6 +9,7 @@ replaces the state of the wrapped optimizer that the step closes over, and carri
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -16,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import DTypeLike
 
 from zerojax.optim.frozen import Run
-from zerojax.optim.wrap import CarriedState, ZeroOptState, ZeroTransformation
+from zerojax.optim.wrap import CarriedState, ZeroOptState, ZeroTransformation, choose
+from zerojax.plan.state_sharding import Plan
 from zerojax.trace.marks import GRADIENT, UNUSED, mark
 from zerojax.xla.types import MaybeNone, PyTree
 
@@ -96,13 +99,48 @@ STARTS_AGAIN = (
     "tx.init between two steps, or train without offload."
 )
 
+FULL_TREE_ONLY = (
+    "Offload does not support gradients of another structure than state.params. Keep in "
+    "state.params only what the optimizer updates, and the rest in another field of the state, or "
+    "train without offload."
+)
+
 Constrain = Callable[[PyTree], PyTree]
+
+
+def to_shards(plan: Plan) -> Constrain:
+    """Returns a function that constrains a tree of gradients to the shards of its parameters.
+
+    A gradient belongs to the first parameter of its shape whose path ends with the gradient's path;
+    a gradient without such a parameter (that of a single example, say) is left to XLA.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(plan.shardings().params)
+    leaves = [
+        (jax.tree_util.keystr(path), leaf.shape, sharding)
+        for (path, sharding), leaf in zip(paths, plan.leaves["params"], strict=True)
+    ]
+    known = {path: (shape, sharding) for path, shape, sharding in leaves}
+
+    def constrain(path: KeyPath, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        of_path = [known[name]] if name in known else []
+        ending = (each[1:] for each in leaves if each[0].endswith(name))
+        for shape, sharding in itertools.chain(of_path, ending):
+            if tuple(x.shape) == tuple(shape):
+                return lax.with_sharding_constraint(x, sharding)
+        return x
+
+    return lambda tree: jax.tree_util.tree_map_with_path(constrain, tree)
 
 
 def updating(
     tx: ZeroTransformation, to_shards: Constrain, run: Run | None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that updates immediately.
+
+    A step may update a subtree of the parameters: flax's FP8 layers keep their scales beside the
+    trained parameters. Its gradients may have another tree than the parameters: ``optax.lookahead``
+    keeps two copies of the parameters, only one of which has gradients.
 
     Args:
       tx: The wrapped transformation.
@@ -113,20 +151,39 @@ def updating(
     def update(
         grads: PyTree, view: View, params: PyTree = None, **extra: object
     ) -> tuple[PyTree, View]:
-        before = params if view.masters is None else view.masters
         grads = to_shards(mark(grads, GRADIENT))
-        updates, opt = tx.update(grads, view.opt, before, run=run, **extra)
         if view.masters is None:
+            updates, opt = tx.update(grads, view.opt, params, run=run, **extra)
             return updates, dataclasses.replace(view, opt=opt)
+        structure: PyTreeDef = jax.tree.structure(grads if params is None else params)
+
+        def is_part(x: PyTree) -> bool:
+            return bool(jax.tree.structure(x) == structure)
+
+        def put(part: PyTree, tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: part if is_part(x) else x, tree, is_leaf=is_part)
+
+        parts = [x for x in jax.tree.leaves(view.masters, is_leaf=is_part) if is_part(x)]
+        if len(parts) != 1:
+            raise NotImplementedError(
+                "the step updates only some parameters, which are not one subtree of state.params "
+                "with a structure of its own. Under bf16, fp16 or zero_hpz_partition_size, keep in "
+                "state.params only what the optimizer updates, and the rest in another field of "
+                "the state."
+            )
+        (before,) = parts
+        (copy,) = (x for x in jax.tree.leaves(view.compute, is_leaf=is_part) if is_part(x))
+        updates, opt = tx.update(grads, view.opt, before, run=run, **extra)
         after = optax.apply_updates(before, updates)
         # Measured from the copy, to which the step adds them: the sum of many rounded updates
         # would drift away from the masters.
-        updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
+        updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, copy)
         config: Any = jax.config
         if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
-            updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, view.compute)
-        compute = optax.apply_updates(view.compute, updates)
-        return updates, dataclasses.replace(view, opt=opt, masters=after, compute=compute)
+            updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, copy)
+        masters = put(after, view.masters)
+        compute = put(optax.apply_updates(copy, updates), view.compute)
+        return updates, dataclasses.replace(view, opt=opt, masters=masters, compute=compute)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -151,12 +208,15 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> optax.GradientTran
     def update(
         grads: PyTree, view: View, params: PyTree = None, **extra: object
     ) -> tuple[PyTree, View]:
+        structure: PyTreeDef = jax.tree.structure(view.grads)
+        if structure != jax.tree.structure(grads):
+            raise NotImplementedError(FULL_TREE_ONLY)
         if extra:
             raise TypeError(
                 f"apply_gradients passes {sorted(extra)} to the optimizer, which under offload "
                 "runs after the step. Train without offload."
             )
-        used = jax.tree.unflatten(jax.tree.structure(grads), uses)
+        used = jax.tree.unflatten(structure, uses)
         grads = to_shards(mark(jax.tree.map(or_zeros, grads, used), GRADIENT))
         grads = jax.tree.map(lambda old, g: g.astype(old.dtype), view.grads, grads)
         return view.updates, dataclasses.replace(view, grads=to_shards(grads))
@@ -182,9 +242,6 @@ def params_after(
       done: bool [], False for a skipped step; None if no step is ever skipped.
     """
 
-    def unless_skipped(x: jax.Array, old: jax.Array) -> jax.Array:
-        return x if done is None else jnp.where(done, x, old)
-
     def chosen(
         new: jax.Array, given: jax.Array, old: jax.Array, master: jax.Array, updated: jax.Array
     ) -> jax.Array:
@@ -194,11 +251,16 @@ def params_after(
         changed = jnp.where(new == given, old, new.astype(master.dtype))
         # In the dtype of the copy: the step may add the update in a wider one.
         is_updated = new.astype(updated.dtype) == updated
-        return unless_skipped(jnp.where(is_updated, master, changed), old)
+        return unless_skipped(done, jnp.where(is_updated, master, changed), old)
 
     if view.masters is None:
-        return jax.tree.map(unless_skipped, returned, before)
+        return unless_skipped(done, returned, before)
     return jax.tree.map(chosen, returned, given, before, view.masters, view.compute)
+
+
+def unless_skipped(done: jax.Array | None, after: PyTree, before: PyTree) -> PyTree:
+    """Returns ``after`` if the step was done, ``before`` if it was skipped."""
+    return after if done is None else choose(done, after, before)
 
 
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:

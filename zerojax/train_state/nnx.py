@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from zerojax.train_state.bound import BoundTransformation, bind, has_inner
+from zerojax.train_state.bound import BoundTransformation, bind, unbind
 from zerojax.train_state.state_parts import (
     IDENTITY,
     STATE_KEY,
@@ -117,7 +117,7 @@ def open_objects(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Ope
         opt_state: PyTree = optax.EmptyState()
         step: jax.typing.ArrayLike = np.zeros((), np.int32)
         if index is not None:
-            opt_state = nnx.as_pure(_bound_to(objects[index])[1])
+            opt_state = nnx.as_pure(unbind(objects[index].tx, objects[index].opt_state)[1])
             step = objects[index].step.get_value()
         return Parts(
             _object_variables(params, 0) if has_model else {},
@@ -162,7 +162,7 @@ def open_objects(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Ope
     return OpenedState(
         kind,
         parts=split(*objects),
-        tx=IDENTITY if index is None else _bound_to(objects[index])[0],
+        tx=IDENTITY if index is None else unbind(objects[index].tx, None)[0],
         specs=spread_specs(specs, tree.flatten_up_to(nnx.as_pure(trained_state))),
     )
 
@@ -189,21 +189,12 @@ def _nodes(
     return [modules[0], *(i for i in range(len(objects)) if i != modules[0])], None, nnx.Param
 
 
-def _bound_to(optimizer: nnx.Optimizer[nnx.Module]) -> tuple[optax.GradientTransformation, PyTree]:
-    """Returns an optimizer's transformation, the one from ``wrap`` if zerojax wrapped it, and the
-    tree of variables of that transformation's state."""
-    tx = optimizer.tx
-    if isinstance(tx, BoundTransformation):
-        return tx.tx, tx.numbers.with_inner(optimizer.opt_state)
-    return tx, optimizer.opt_state
-
-
 def _write_optimizer(
     optimizer: nnx.Optimizer[nnx.Module], parts: Parts, tx: optax.GradientTransformation
 ) -> None:
     """Writes the optimizer's arrays into its variables, or replaces the variables by others."""
     # Not nnx.update, which skips a value that it does not recognize as an array: one on disk.
-    old, variables = _bound_to(optimizer)
+    old, variables = unbind(optimizer.tx, optimizer.opt_state)
     leaves = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
     if old is not tx or len(leaves) != len(jax.tree.leaves(parts.opt_state)):
         return _adopt(optimizer, parts, tx)
@@ -264,11 +255,9 @@ def _adopt(
     optimizer: nnx.Optimizer[nnx.Module], parts: Parts, tx: optax.GradientTransformation
 ) -> None:
     """Replaces an optimizer's transformation and state."""
-    opt_state = jax.tree.map(nnx.OptState, parts.opt_state)
-    optimizer.tx = nnx.static(tx)
-    if has_inner(opt_state):
-        bound, opt_state = bind(tx, opt_state)
-        optimizer.tx = nnx.data(bound)
+    tx, opt_state = bind(tx, jax.tree.map(nnx.OptState, parts.opt_state))
+    is_node = isinstance(tx, BoundTransformation)
+    optimizer.tx = nnx.data(tx) if is_node else nnx.static(tx)
     optimizer.opt_state = nnx.data(opt_state)
     optimizer.step.set_value(parts.step)
 

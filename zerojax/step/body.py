@@ -96,8 +96,7 @@ class Body:
             # By identity: in a trace, an updated parameter is another tracer.
             if all(new is old for new, old in pairs):
                 raise ValueError(
-                    f"{self.name} never updates the first model among its arguments. Pass the "
-                    "model that it trains first."
+                    f"{self.name} does not train the first model. Pass the trained model first."
                 )
         if isinstance(view, View):
             new_view = self._new_view(new_parts.opt_state, view, new)
@@ -130,8 +129,7 @@ class Body:
         if len(found) == len(state):
             if not self.kind.any_pytree and take_out(rest, matches)[0]:
                 raise TypeError(
-                    f"{self.name} returns two states ({summary(out)}). Return only the new one, "
-                    "and what you need of the other."
+                    f"{self.name} returns two states ({summary(out)}). Return only the new one."
                 )
             return tuple(found[i] for i in range(len(state))), rest
         leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
@@ -144,8 +142,7 @@ class Body:
         ]
         raise TypeError(
             f"{self.name} returned {summary(out)}, without the new state ({', '.join(kinds)}). "
-            "Return the new state with the same tree, shapes and dtypes, or name the state with "
-            "state_argnums."
+            "Return the new state with the same tree, shapes and dtypes, or pass state_argnums."
         )
 
     def _new_view(self, opt_state: PyTree, old: View, new: tuple[PyTree, ...]) -> View:
@@ -238,8 +235,7 @@ class Body:
             if not (has_new_params and has_new_state):
                 raise ValueError(
                     f"{self.name} never updates the state. Call state.apply_gradients (NNX: "
-                    "optimizer.update) with the gradients, or decorate a function that does not "
-                    "train with zero.evaluate."
+                    "optimizer.update), or decorate a function without updates with zero.evaluate."
                 )
             if self._needs_tx:
                 raise ValueError(

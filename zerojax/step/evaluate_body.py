@@ -159,11 +159,9 @@ def _tracing(
             closed = with_gradient_norm(closed, shapes)
         closed = with_updated_copies(closed, start, shapes)
         if not setting.kind.knows_parameters:
-            leaves, tree = jax.tree.flatten((start, batch))
-            specs: list[Spec | None] = [None] * len(leaves)
-            state = jax.tree.leaves(jax.tree.unflatten(tree, range(len(leaves)))[0].rest)
-            for i, leaf in zip(state, plan.leaves["rest"], strict=True):
-                specs[i] = layout.full(leaf.spec, len(leaf.shape))
+            before = jax.tree.leaves((start.params, start.opt_state, start.step))
+            rest = [layout.full(x.spec, len(x.shape)) for x in plan.leaves["rest"]]
+            specs = [*(None for _ in before), *rest, *(None for _ in jax.tree.leaves(batch))]
             closed = with_matrices(closed, specs, setting.inserter)
         return WithShards.of(closed, shards), shapes
 

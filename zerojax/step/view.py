@@ -100,9 +100,8 @@ STARTS_AGAIN = (
 )
 
 FULL_TREE_ONLY = (
-    "Offload does not support gradients of another structure than state.params. Keep in "
-    "state.params only what the optimizer updates, and the rest in another field of the state, or "
-    "train without offload."
+    "Offload does not support gradients of another structure than state.params. Keep the "
+    "parameters without gradients in another field of the state, or train without offload."
 )
 
 Constrain = Callable[[PyTree], PyTree]
@@ -115,17 +114,16 @@ def to_shards(plan: Plan) -> Constrain:
     a gradient without such a parameter (that of a single example, say) is left to XLA.
     """
     paths = jax.tree_util.tree_leaves_with_path(plan.shardings().params)
-    leaves = [
-        (jax.tree_util.keystr(path), leaf.shape, sharding)
+    known = {
+        jax.tree_util.keystr(path): (leaf.shape, sharding)
         for (path, sharding), leaf in zip(paths, plan.leaves["params"], strict=True)
-    ]
-    known = {path: (shape, sharding) for path, shape, sharding in leaves}
+    }
 
     def constrain(path: KeyPath, x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
-        of_path = [known[name]] if name in known else []
-        ending = (each[1:] for each in leaves if each[0].endswith(name))
-        for shape, sharding in itertools.chain(of_path, ending):
+        ending = (at for at in known if at.endswith(name))
+        for at in itertools.chain([name] if name in known else [], ending):
+            shape, sharding = known[at]
             if tuple(x.shape) == tuple(shape):
                 return lax.with_sharding_constraint(x, sharding)
         return x
@@ -167,9 +165,8 @@ def updating(
         if len(parts) != 1:
             raise NotImplementedError(
                 "the step updates only some parameters, which are not one subtree of state.params "
-                "with a structure of its own. Under bf16, fp16 or zero_hpz_partition_size, keep in "
-                "state.params only what the optimizer updates, and the rest in another field of "
-                "the state."
+                "with a structure of its own. Under bf16, fp16 or zero_hpz_partition_size, keep "
+                "the other parameters in another field of the state."
             )
         (before,) = parts
         (copy,) = (x for x in jax.tree.leaves(view.compute, is_leaf=is_part) if is_part(x))

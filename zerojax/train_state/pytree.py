@@ -83,9 +83,8 @@ def find_parameters(objects: tuple[PyTree, ...], keys: str, select: Select | Non
     positions = [x.i for x in found if isinstance(x, _Placeholder)]
     if not found or len({*positions} - {*optimizers}) < len(found):
         raise ValueError(
-            f"params= of zerojax.zero returned {params!r:.80}, which is not part of the state "
-            f"({', '.join(type(x).__name__ for x in objects)}). Return the subtree with the "
-            "parameters, as in params=lambda state: state[0]."
+            f"params= of zerojax.zero returned {params!r:.80}, which is not part of the state. "
+            "Return the subtree with the parameters, as in params=lambda state: state[0]."
         )
     return Parameters(form, positions, *optimizers)
 
@@ -107,9 +106,8 @@ def _like_moments(state: PyTree, moments: PyTree, keys: str) -> PyTree:
         return found[0][1]
     several = ", ".join(f"state{jax.tree_util.keystr(path)}" for path, _ in found[:4])
     raise ValueError(
-        f"{keys}: zerojax must know the parameters of the state. Parts with the form of the "
-        f"optimizer's moments: {several or 'none'}. Pass zerojax.zero(params=lambda state: "
-        "state[0]), a function from the state to its parameters."
+        f"{keys}: zerojax must know the state's parameters. Parts with the form of the optimizer's "
+        f"moments: {several or 'none'}. Pass zerojax.zero(params=lambda state: state[0])."
     )
 
 
@@ -144,15 +142,13 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
     kinds = ", ".join(type(x).__name__ for x in objects)
     if not any(is_given):
         raise TypeError(
-            f"the state ({kinds}) has no arrays. Return a TrainState, or another pytree of arrays, "
-            "from the function that creates it."
+            f"the state ({kinds}) has no arrays. Return a TrainState, or another pytree of arrays."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects):
         if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
             raise TypeError(
-                f"the state ({kinds}) has a {type(leaf).__name__} at "
-                f"{jax.tree_util.keystr(path)}, which is neither an array nor hashable. Make it a "
-                "static field, or let the step close over it."
+                f"the state ({kinds}) has a {type(leaf).__name__} at {jax.tree_util.keystr(path)}, "
+                "which is neither an array nor hashable. Make it a static field, or close over it."
             )
     others = {i: x for i, (x, given) in enumerate(zip(nodes, is_given, strict=True)) if not given}
     known = [] if parameters is None else [*parameters.positions, parameters.opt_state]

@@ -263,7 +263,7 @@ MISTAKES = [
     Mistake("zero(returns_loss)(create_state(), batch)", "Return the new state"),
     Mistake("zero(returns_nothing)(create_state(), batch)", "Return the new state"),
     Mistake("zero(never_updates)(create_state(), batch)", "state.apply_gradients"),
-    Mistake("zero(other_shape)(create_state(), batch)", "create the state in that shape"),
+    Mistake("zero(other_shape)(create_state(), batch)", "shapes that the step returns"),
     Mistake("zero(with_pmean)(create_state(), batch)", "Remove it"),
     Mistake("zero(jax.pmap(step))(create_state(), batch)", "Remove it"),
     Mistake("jax.jit(train_step)(create_state(), batch)", "Call it in a plain Python loop"),

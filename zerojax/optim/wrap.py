@@ -17,7 +17,6 @@ from zerojax.optim.frozen import Run, TracedUpdate
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
 from zerojax.train_state.bound import BoundTransformation
-from zerojax.train_state.nnx_bound import NNXTransformation
 from zerojax.xla.types import PyTree
 
 UNKNOWN = float(np.finfo(np.float32).min)
@@ -140,7 +139,7 @@ def wrap(
             f"loss_scale={loss_scale!r}: pass a LossScale, such as LossScale(loss_scale=128.0)"
         )
     wrapped = cast(ZeroTransformation, tx)
-    if isinstance(tx, ZeroTransformation | BoundTransformation | NNXTransformation):
+    if isinstance(tx, ZeroTransformation | BoundTransformation):
         return wrapped
     inner_tx = optax.with_extra_args_support(tx)
     may_skip = skip_nonfinite or loss_scale is not None

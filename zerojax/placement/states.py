@@ -57,9 +57,8 @@ from zerojax.plan.state_sharding import Plan
 from zerojax.quantize import is_quantized
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
-from zerojax.train_state.nnx import has_one_optimizer, is_nnx, open_graph, open_objects
-from zerojax.train_state.parameters import find_parameters
-from zerojax.train_state.pytree import open_pytree
+from zerojax.train_state.nnx import is_nnx, open_objects
+from zerojax.train_state.pytree import find_parameters, open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
 from zerojax.xla import compat, jaxprs
 from zerojax.xla.types import PyTree, Shaped
@@ -391,9 +390,7 @@ def split_state(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Open
       TypeError: The objects are not a state.
     """
     if any(map(is_nnx, objects)):
-        if read_only or has_one_optimizer(objects):
-            return open_objects(objects, read_only=read_only)
-        return open_graph(objects)
+        return open_objects(objects, read_only=read_only)
     if len(objects) == 1 and is_train_state(*objects):
         return open_state(*objects)
     return open_pytree(objects)

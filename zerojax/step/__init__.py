@@ -12,11 +12,10 @@ out. In reading order:
   the state that the last step returned.
 - ``program``: the settings of a step, and the protocol of the two compiled steps.
 - ``resident``: the state is stored on the devices; one program.
-- ``body``, ``view``: the user's function, and the optimizer that it sees. ``partial_update``: an
-  update of some parameters. ``gradient_norm``: the norm of gradients that no update computes.
+- ``body``, ``view``: the user's function, and the optimizer that it sees. ``own_update``: gradients
+  that reach no wrapped optimizer.
 - ``entering``, ``evaluate_body``: the arrays of the state; the function, emitted for shards.
-  ``extra_state``: the specs of new state that no wrapped optimizer computes.
-- ``offloaded``, ``gradient_program``, ``optimizer_update``: the state is stored elsewhere; several
+- ``offloaded``, ``gradient_sender``, ``optimizer_update``: the state is stored elsewhere; several
   programs.
 - ``collectives_table``: the table of a step's collectives.
 - ``sequence``, ``per_device``: rows sharded along their tokens, and a kernel within a step, both

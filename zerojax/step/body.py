@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
-from jax.typing import ArrayLike
 
 from zerojax.graph.search import equations
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
-from zerojax.placement.states import split_state
 from zerojax.step.call import RearrangedFunction
-from zerojax.step.partial_update import of_parts
-from zerojax.step.view import STARTS_AGAIN, View, WrappedView, beginning
+from zerojax.step.view import STARTS_AGAIN, View
 from zerojax.trace.dependence import unchanged
 from zerojax.trace.marks import GRADIENT, count, is_mark
 from zerojax.train_state.results import summary, take_out
@@ -38,11 +35,6 @@ class Body:
         more often.
       needs_tx: The keys of the config that take effect in the state's own optimizer.
     """
-
-    function: RearrangedFunction
-    kind: StateKind
-    once: str
-    name: str
 
     def __init__(
         self,
@@ -76,69 +68,110 @@ class Body:
         """
         # Under accumulation a step is traced more than once.
         self._sizes.clear()
-        tx = of_parts(tx, self.name, parts.params, self._sizes)
         view = parts.opt_state
+
+        def init(params: PyTree) -> PyTree:
+            opt_state = tx.init(params)
+            return view.around(opt_state.inner) if isinstance(view, View) else opt_state
+
+        def update(
+            grads: PyTree, opt_state: PyTree, params: PyTree = None, **extra: object
+        ) -> tuple[PyTree, PyTree]:
+            self._sizes.append(len(jax.tree.leaves(grads)))
+            return tx.update(grads, opt_state, params, **extra)
+
         shown = parts
-        if isinstance(view, View):
-            if self.kind.optimizer_in_step:
-                shown = parts._replace(opt_state=WrappedView.of(view, self._one_optimizer(tx)))
-            tx = beginning(tx, view)
-        state = self.kind.close(shown, tx)
+        if isinstance(view, View) and self.kind.optimizer_in_step:
+            carried = dataclasses.replace(view, update=self._one_optimizer(update))
+            shown = parts._replace(opt_state=carried)
+        state = self.kind.close(shown, optax.GradientTransformationExtraArgs(init, update))
         out = self.function(*state, batch, *further)
-        new = state
-        if self.kind.write_back is not None:
-            new_parts = self.kind.split(*state)
+        in_place = self.kind.write_back is not None
+        new, out = (state, out) if in_place else self._new_state(state, out)
+        new_parts = self.kind.split(*new)
+        # Of several models, the first is taken for the one that trains.
+        if in_place and self.kind.knows_parameters and len(state) > 2:
             pairs = zip(*map(jax.tree.leaves, (new_parts.params, parts.params)), strict=False)
             # By identity: in a trace, an updated parameter is another tracer.
-            is_same = all(new is old for new, old in pairs)
-            # Of several models, the first is taken for the one that trains.
-            if self.kind.knows_parameters and len(state) > 2 and is_same:
+            if all(new is old for new, old in pairs):
                 raise ValueError(
-                    f"{self.name} never updates the first model among its arguments. Pass the "
-                    "model that it trains first."
+                    f"{self.name} does not train the first model. Pass the trained model first."
                 )
-        else:
-            returned = out
-            if self.kind.optimizer_in_step:
-                matches = [*map(_of_any_view, self.kind.matches(_without_views(state)))]
-            else:
-                matches = [*self.kind.matches(state)]
-            found, out = take_out(out, matches)
-            if len(found) < len(state):
-                raise self._not_returned(state, found, returned)
-            if not self.kind.any_pytree and take_out(out, matches)[0]:
-                raise TypeError(
-                    f"{self.name} returns two states ({summary(returned)}). Return only the new "
-                    "one, and what you need of the other."
-                )
-            new = tuple(found[i] for i in range(len(state)))
-            if not self.kind.any_pytree:
-                new_parts = split_state(new).parts
-            elif self.kind.optimizer_in_step:
-                new_parts = self.kind.split(*new)
-                new_parts = new_parts._replace(
-                    opt_state=_view(new_parts.opt_state, view), step=parts.step + 1
-                )
-            else:
-                new_parts = self.kind.split(*new)
-        if self.kind.knows_parameters:
-            new_parts = _with_own_update(new_parts, parts)
-        else:
-            if isinstance(view, View):
-                view = dataclasses.replace(view, opt=_counted(view.opt, new))
-            new_parts = new_parts._replace(opt_state=view, step=parts.step + 1)
+        if isinstance(view, View):
+            new_view = self._new_view(new_parts.opt_state, view, new)
+            new_parts = new_parts._replace(opt_state=new_view)
+        if self.kind.any_pytree:
+            new_parts = new_parts._replace(step=parts.step + 1)
         before: PyTreeDef = jax.tree.structure(parts)
         if before != jax.tree.structure(new_parts):
-            raise TypeError(
-                f"{self.name} changed the structure of the state ({_change(parts, new_parts)}). "
-                "Create the state with everything that the step adds to it."
-            )
+            raise self._changed(parts, new_parts)
         return new_parts, out
 
+    def _new_state(
+        self, state: tuple[PyTree, ...], out: PyTree
+    ) -> tuple[tuple[PyTree, ...], PyTree]:
+        """Takes the new state out of the results of the step."""
+
+        def plain(tree: PyTree) -> PyTree:
+            """Replaces each view in a tree by the optimizer state that it holds."""
+            return jax.tree.map(
+                lambda x: x.opt if isinstance(x, View) else x,
+                tree,
+                is_leaf=lambda x: isinstance(x, View),
+            )
+
+        in_step = self.kind.optimizer_in_step
+        matches = self.kind.matches(plain(state) if in_step else state)
+        if in_step:
+            matches = [functools.partial(lambda test, x: test(plain(x)), test) for test in matches]
+        found, rest = take_out(out, matches)
+        if len(found) == len(state):
+            if not self.kind.any_pytree and take_out(rest, matches)[0]:
+                raise TypeError(
+                    f"{self.name} returns two states ({summary(out)}). Return only the new one."
+                )
+            return tuple(found[i] for i in range(len(state))), rest
+        leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
+        if in_step and any(isinstance(x, ZeroOptState) for x in leaves):
+            raise TypeError(STARTS_AGAIN)  # under offload, the state in the step lacks arrays
+        kinds = [
+            type(x.opt if isinstance(x, View) else x).__name__
+            for i, x in enumerate(state)
+            if i not in found
+        ]
+        raise TypeError(
+            f"{self.name} returned {summary(out)}, without the new state ({', '.join(kinds)}). "
+            "Return the new state with the same tree, shapes and dtypes, or pass state_argnums."
+        )
+
+    def _new_view(self, opt_state: PyTree, old: View, new: tuple[PyTree, ...]) -> View:
+        """Returns the view after the step, in which the step is counted."""
+        if not self.kind.knows_parameters:
+            opt = old.opt._replace(steps=old.opt.steps + 1)
+            # The numbers of a wrapped optimizer in the state are those of the step.
+            if (own := find_zero_state(new)) is not None:
+                opt = opt._replace(
+                    skipped=own.skipped, grad_norm=own.grad_norm, learning_rate=own.learning_rate
+                )
+            return dataclasses.replace(old, opt=opt)
+        if isinstance(opt_state, View):
+            view = dataclasses.replace(opt_state, update=None)
+        elif isinstance(opt_state, ZeroOptState):  # of tx.init in the step
+            view = dataclasses.replace(old, opt=opt_state)
+        else:  # another optimizer returns optax's state
+            view = old.around(opt_state)
+        # The state's own optimizer counts its updates; a counter that it left alone is the same
+        # tracer.
+        if view.opt.steps is not old.opt.steps:
+            return view
+        unknown = jnp.full((), UNKNOWN, jnp.float32)
+        opt = view.opt._replace(steps=old.opt.steps + 1, grad_norm=unknown)
+        return dataclasses.replace(view, opt=opt)
+
     def _one_optimizer(
-        self, tx: optax.GradientTransformationExtraArgs
+        self, update_view: Callable[..., tuple[PyTree, View]]
     ) -> Callable[..., tuple[PyTree, View]]:
-        """Returns the update by ``tx`` for a :class:`WrappedView`, for one wrapped optimizer."""
+        """Returns ``View.update`` for one wrapped optimizer."""
         called: list[object] = []
 
         def update(
@@ -151,21 +184,24 @@ class Body:
                     f"applies {' and '.join(self._needs_tx)}. Call one of them, or remove the keys "
                     "from the config."
                 )
-            return tx.update(grads, view, params, **extra)
+            return update_view(grads, view, params, **extra)
 
         return update
 
-    def _not_returned(
-        self, state: Sequence[PyTree], found: Collection[int], returned: PyTree
-    ) -> TypeError:
-        leaves = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
-        if self.kind.optimizer_in_step and any(isinstance(x, ZeroOptState) for x in leaves):
-            return TypeError(STARTS_AGAIN)  # under offload, the state in the step lacks arrays
-        kinds = [type(_without_views(x)).__name__ for i, x in enumerate(state) if i not in found]
+    def _changed(self, before: Parts, after: Parts) -> TypeError:
+        """Returns the error of a step that changes the structure of its state, or a shape."""
+        old, new = (
+            {jax.tree_util.keystr(path): np.shape(x) for path, x in leaves}
+            for leaves in map(jax.tree_util.tree_leaves_with_path, map(_by_name, (before, after)))
+        )
+        changes = [f"{x} left out" for x in old if x not in new]
+        changes += [f"{x} added" for x in new if x not in old]
+        changes += [f"{x} from {old[x]} to {new[x]}" for x in old if x in new and old[x] != new[x]]
+        more = f"; {len(changes) - 4} more" if len(changes) > 4 else ""
         return TypeError(
-            f"{self.name} returned {summary(returned)}, without the new state "
-            f"({', '.join(kinds)}). Return the new state with the same tree, shapes and dtypes, "
-            "alone or in tuples, lists and dicts, or name the state with state_argnums."
+            f"{self.name} changed the structure or the shapes of the state "
+            f"({'; '.join(changes[:4]) or 'containers of other types'}{more}). Create the state "
+            "with the structure and the shapes that the step returns."
         )
 
     def check(self, jaxpr: Jaxpr, start: Parts, new_parts: Parts) -> None:
@@ -181,18 +217,25 @@ class Body:
           ValueError: The step never updates, or updates more often than it may, or updates by an
             optimizer of its own although features of the config work in the state's optimizer.
         """
-        if other := _other_shapes(start, new_parts):
-            raise TypeError(
-                f"{self.name} changed the shape of {other}. Reshape the step's result, or create "
-                "the state in that shape."
-            )
+        if [*map(np.shape, jax.tree.leaves(start))] != [*map(np.shape, jax.tree.leaves(new_parts))]:
+            raise self._changed(start, new_parts)
         if not self.kind.knows_parameters:  # its updates have no marks
             return
         leaves = len(jax.tree.leaves(start.params))
         times, looped = count(jaxpr, GRADIENT)
         # An update marks as many gradients as it receives: of a subtree, fewer than all parameters.
         n = times // max(1, min(self._sizes, default=leaves))
-        if not n + looped and _updates_itself(jaxpr, start):
+        if not n + looped:
+            sources = [*unchanged(jaxpr)]
+            m = leaves + len(jax.tree.leaves(start.opt_state.inner))
+            has_new_params = sources[:leaves] != [*range(leaves)]
+            # A transformation without a state has none to update.
+            has_new_state = m == leaves or sources[leaves:m] != [*range(leaves, m)]
+            if not (has_new_params and has_new_state):
+                raise ValueError(
+                    f"{self.name} never updates the state. Call state.apply_gradients (NNX: "
+                    "optimizer.update), or decorate a function without updates with zero.evaluate."
+                )
             if self._needs_tx:
                 raise ValueError(
                     f"{self.name} updates with an optimizer of its own, which does not apply "
@@ -200,106 +243,14 @@ class Body:
                     "state.apply_gradients, or remove the keys from the config."
                 )
             return
-        if not n + looped:
-            raise ValueError(
-                f"{self.name} never updates the state. Call state.apply_gradients (NNX: "
-                "optimizer.update) with the gradients, or decorate a function that does not train "
-                "with zero.evaluate."
-            )
         if self.once and (n > 1 or looped):
             often = "in a loop" if looped else f"{n} times"
-            marked = functools.partial(is_mark, name=GRADIENT)
-            update = next(filter(marked, equations(jaxpr)), None)
-            place = None if update is None else line(jaxprs.source(update).traceback)
+            update = next(filter(functools.partial(is_mark, name=GRADIENT), equations(jaxpr)))
+            place = line(jaxprs.source(update).traceback)
             often += f" at {place}" if place else ""
             raise ValueError(f"{self.name} updates {often}, which {self.once}.")
 
 
-def _without_views(tree: PyTree) -> PyTree:
-    """Replaces each view in a tree by the optimizer state that it holds."""
-    return jax.tree.map(
-        lambda x: x.opt if isinstance(x, View) else x, tree, is_leaf=lambda x: isinstance(x, View)
-    )
-
-
-def _of_any_view(match: Callable[[PyTree], bool]) -> Callable[[PyTree], bool]:
-    return lambda x: match(_without_views(x))
-
-
-def _view(opt_state: PyTree, before: PyTree) -> PyTree:
-    """Returns the view of a wrapped optimizer's state that a step returned. A new state from
-    ``tx.init`` is put into the view that the step began with."""
-    if isinstance(opt_state, WrappedView):
-        return opt_state.view()
-    return dataclasses.replace(before, opt=opt_state) if isinstance(before, View) else opt_state
-
-
-def _updates_itself(jaxpr: Jaxpr, start: Parts) -> bool:
-    """Returns whether a step computes new parameters, and a new optimizer state if there is one."""
-    n = len(jax.tree.leaves(start.params))
-    m = n + len(jax.tree.leaves(start.opt_state.inner))
-
-    sources = unchanged(jaxpr)
-
-    def changes(begin: int, end: int) -> bool:
-        return [*sources[begin:end]] != [*range(begin, end)]
-
-    return changes(0, n) and (m == n or changes(n, m))
-
-
-def _with_own_update(new_parts: Parts, before: Parts) -> Parts:
-    """Counts the step in a new state if the step updated without the state's own optimizer."""
-    view, old = new_parts.opt_state, before.opt_state
-    if not isinstance(old, View):
-        return new_parts
-    if not isinstance(view, View):  # another optimizer returns optax's state
-        view = old.around(view)
-    # The state's own optimizer counts its updates; a counter that it left alone is the same tracer.
-    if view.opt.steps is not old.opt.steps:
-        return new_parts._replace(opt_state=view)
-    opt = view.opt._replace(steps=old.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
-    return new_parts._replace(opt_state=dataclasses.replace(view, opt=opt))
-
-
-def _counted(own: ZeroOptState, objects: tuple[PyTree, ...]) -> ZeroOptState:
-    """Counts a step of any pytree, and copies the numbers of a wrapped optimizer in its state."""
-    own = own._replace(steps=own.steps + 1)
-    if (found := find_zero_state(objects)) is None:
-        return own
-    return own._replace(
-        skipped=found.skipped, grad_norm=found.grad_norm, learning_rate=found.learning_rate
-    )
-
-
-def _other_shapes(before: Parts, after: Parts) -> str:
-    """Describes the first array whose shape differs between two states of the same structure."""
-    pairs = zip(_by_path(before).items(), jax.tree.leaves(_named(after)), strict=True)
-    for (path, old), new in pairs:
-        if np.shape(old) != np.shape(new):
-            return f"{path} from {np.shape(old)} to {np.shape(new)}"
-    return ""
-
-
-def _named(parts: Parts) -> dict[str, PyTree]:
+def _by_name(parts: Parts) -> dict[str, PyTree]:
     """Returns the fields of a state by name."""
-    state = {**parts._asdict(), **parts.rest}
-    del state["rest"]
-    return state
-
-
-def _by_path(parts: Parts) -> dict[str, ArrayLike]:
-    leaves = jax.tree_util.tree_leaves_with_path(_named(parts))
-    return {jax.tree_util.keystr(path): x for path, x in leaves}
-
-
-def _change(before: Parts, after: Parts) -> str:
-    """Describes the paths at which two states differ, at most three of each kind."""
-
-    def some(names: list[str], what: str) -> list[str]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return [f"{', '.join(names[:3])}{more} {what}"] if names else []
-
-    old, new = _by_path(before), _by_path(after)
-    changes = some([x for x in old if x not in new], "left out")
-    changes += some([x for x in new if x not in old], "added")
-    return "; ".join(changes) or "containers of other types"
+    return {name: x for name, x in (parts._asdict() | parts.rest).items() if name != "rest"}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +14,20 @@ from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
 from zerojax.collectives import gather_once
-from zerojax.collectives.host import Host
 from zerojax.collectives.matrices import with_matrices
 from zerojax.devices.mesh import STAGE
-from zerojax.distributed import log
 from zerojax.graph.rows import RowDimensions
-from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.pipeline.program import Pipeline
 from zerojax.pipeline.schedule import Schedule
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import Further
 from zerojax.step.entering import BodyArrays, enter_rest
-from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
-from zerojax.step.gradient_norm import with_gradient_norm
+from zerojax.step.gradient_sender import GradientSender
+from zerojax.step.own_update import wanted_specs, with_gradient_norm
 from zerojax.step.program import StepSetting
 from zerojax.step.view import cast
 from zerojax.trace.broadcasts import with_broadcasts_in_loops
@@ -48,16 +44,6 @@ from zerojax.xla.types import AnyJaxpr, PyTree
 _NUMBERS = (bool, int, float, complex)
 
 
-class Send(Protocol):
-    """Sends gradients to their places as soon as the body has computed them."""
-
-    def __call__(self, gradient: PyTree) -> PyTree:
-        """Returns the next gradient, in the order of the parameters, at its place."""
-
-    def host(self) -> Host | None:
-        """Returns how loops send gradients to host memory; None if they stay on the devices."""
-
-
 def evaluate_body(
     setting: StepSetting,
     tx: optax.GradientTransformationExtraArgs,
@@ -65,7 +51,7 @@ def evaluate_body(
     params: BodyArrays,
     batch: PyTree,
     further: Further,
-    send: Send | None = None,
+    send: GradientSender | None = None,
 ) -> tuple[Parts, PyTree]:
     """Returns the state and the results that the user's step computes.
 
@@ -88,7 +74,9 @@ def evaluate_body(
       NotImplementedError: The step continues with parameters that are updated later.
     """
     k, inserter, schedule = setting.layout.accumulation, setting.inserter, setting.layout.schedule
-    batch = _in_compute_dtype(setting, batch)
+    low, name = DTYPES[setting.config.compute_dtype], setting.body.name
+    if low is not None and setting.config.auto_cast:
+        batch = cast(batch, low)
     whole = batch if k == 1 else rows_together(batch)
 
     # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
@@ -98,17 +86,21 @@ def evaluate_body(
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     setting.body.check(jaxpr, start, shapes[0])
     if offloads(setting.config):
-        check_late(jaxpr, start, shapes, setting.body.name)
+        check_late(jaxpr, start, shapes, name)
     # Gradients that go to host memory are sent where they are produced.
     host = None if send is None else send.host()
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
-    replace = {**replacements(closed, start.opt_state.opt.loss_scale)}
+    replace: dict[str, Callable[[PyTree], PyTree]] = {
+        **replacements(closed, start.opt_state.opt.loss_scale)
+    }
     if send is not None:
         replace[GRADIENT] = send
     # Only now, because the check counts the marks of all gradients.
     closed, trace = without_unused_gradients(closed), _with_used_gradients(trace)
+    several = whole if setting.body.function.signature.several and k > 1 else ()
+    roles = roles_of(name, start, batch, shapes, several)
     if schedule is not None:
-        closed = _pipelined(setting, schedule, trace, closed, start, batch, shapes)
+        closed = _pipelined(setting, schedule, trace, closed, batch, roles)
         setting.states.warn_once(schedule.advice)
 
     # Decide how the parameters that stay gathered are gathered.
@@ -121,13 +113,21 @@ def evaluate_body(
     # Emit the step with its collectives.
     given = gather_once.gather(given, kept, inserter, closed)
     if k > 1:
-        several = whole if setting.body.function.signature.several else ()
-        roles = roles_of(setting.body.name, start, batch, shapes, several)
         outs = _micro_batches(setting, trace, closed, batch, roles, want)(given, replace)
     else:
         outs = inserter(closed, given, replace, want, host, rows)
-    _warn_of_unquantized(setting)
-    return _results(outs, shapes)
+    if sent := ", ".join(dict.fromkeys(inserter.sent_unquantized)):
+        setting.states.warn_once(
+            f"{name}: zero_quantized_gradients: zerojax cannot tell each device's own part of the "
+            f"gradients of {sent}, and sends them in their own dtype"
+        )
+    results: tuple[Parts, PyTree] = jax.tree.map(
+        # A result may be a Python number, which no equation computes.
+        lambda like, x: jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x,
+        shapes,
+        jax.tree.unflatten(jax.tree.structure(shapes), outs),
+    )
+    return results
 
 
 def _tracing(
@@ -136,12 +136,33 @@ def _tracing(
     start: Parts,
     further: Further,
 ) -> Trace:
-    """Returns a function that traces the step on a batch."""
+    """Returns a function that traces the user's step on a batch, from the state and the batch to
+    the new state and the results, and returns the shapes of these results too."""
+    body, plan, explicit = setting.body, setting.plan, setting.explicit
     # Once, not in each trace: all traces of the step share what is gathered here.
     shards = enter_arguments(setting.inserter, further)
 
+    @functools.wraps(body.function)  # JAX's errors name the user's step, and its file and line
+    def step(parts: Parts, batch: PyTree) -> PyTree:
+        if explicit is None:
+            return body(parts, tx, batch, *further)
+        return body(parts, automatic_update(tx), batch, *typed_replicated(further))
+
     def trace(batch: PyTree) -> tuple[Any, PyTree]:
-        closed, shapes = _trace(setting, tx, start, batch, further)
+        closed: AnyJaxpr
+        if explicit is None:
+            closed, shapes = hijax.trace(step, start, batch)
+        else:
+            closed, shapes = explicit.trace(step, start, batch, plan)
+        closed = with_broadcasts_in_loops(without_ravels(closed))
+        if explicit is None and setting.config.compute_grad_norm:
+            closed = with_gradient_norm(closed, shapes)
+        closed = with_updated_copies(closed, start, shapes)
+        if not setting.kind.knows_parameters:
+            before = jax.tree.leaves((start.params, start.opt_state, start.step))
+            rest = [layout.full(x.spec, len(x.shape)) for x in plan.leaves["rest"]]
+            specs = [*(None for _ in before), *rest, *(None for _ in jax.tree.leaves(batch))]
+            closed = with_matrices(closed, specs, setting.inserter)
         return WithShards.of(closed, shards), shapes
 
     return trace
@@ -159,59 +180,6 @@ def _arguments(
     kept = [*params.kept, *(None for _ in optimizer), *rest.kept, *(None for _ in rows)]
     dims = [at if x.ndim > at else None for x in rows]
     return values, kept, [*[None] * (len(values) - len(rows)), *dims]
-
-
-def _results(outs: Sequence[object], shapes: tuple[Parts, PyTree]) -> tuple[Parts, PyTree]:
-    """Returns the step's results; one may be a Python number, which no equation computes."""
-    results: tuple[Parts, PyTree] = jax.tree.map(
-        lambda like, x: jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x,
-        shapes,
-        jax.tree.unflatten(jax.tree.structure(shapes), outs),
-    )
-    return results
-
-
-def _trace(
-    setting: StepSetting,
-    tx: optax.GradientTransformationExtraArgs,
-    start: Parts,
-    batch: PyTree,
-    further: Further,
-) -> tuple[AnyJaxpr, PyTree]:
-    """Returns the jaxpr of the user's step, from the state and the batch to the new state and the
-    results, and the shapes of these results."""
-    body, explicit = setting.body, setting.explicit
-
-    @functools.wraps(body.function)  # JAX's errors name the user's step, and its file and line
-    def step(parts: Parts, batch: PyTree) -> PyTree:
-        if explicit is None:
-            return body(parts, tx, batch, *further)
-        return body(parts, automatic_update(tx), batch, *typed_replicated(further))
-
-    closed: AnyJaxpr
-    if explicit is None:
-        closed, shapes = hijax.trace(step, start, batch)
-        closed = with_broadcasts_in_loops(without_ravels(closed))
-        if setting.config.compute_grad_norm:
-            closed = with_gradient_norm(closed, shapes)
-    else:
-        closed, shapes = explicit.trace(step, start, batch, setting.plan)
-        closed = with_broadcasts_in_loops(without_ravels(closed))
-    closed = with_updated_copies(closed, start, shapes)
-    if setting.kind.knows_parameters:
-        return closed, shapes
-    leaves, tree = jax.tree.flatten((start, batch))
-    specs: list[Spec | None] = [None] * len(leaves)
-    state = jax.tree.leaves(jax.tree.unflatten(tree, range(len(leaves)))[0].rest)
-    for i, leaf in zip(state, setting.plan.leaves["rest"], strict=True):
-        specs[i] = layout.full(leaf.spec, len(leaf.shape))
-    return with_matrices(closed, specs, setting.inserter), shapes
-
-
-def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:
-    """Casts the batch's floating leaves to the compute dtype if the config asks for it."""
-    low = DTYPES[setting.config.compute_dtype]
-    return batch if low is None or not setting.config.auto_cast else cast(batch, low)
 
 
 def _micro_batches(
@@ -258,40 +226,18 @@ def _pipelined(
     schedule: Schedule,
     trace: Trace,
     closed: AnyJaxpr,
-    start: Parts,
     batch: PyTree,
-    shapes: tuple[Parts, PyTree],
+    roles: Roles,
 ) -> Any:
     """Replaces the step's loops over layers by pipelines."""
-
-    def staged(leaves: Sequence[Leaf]) -> list[bool]:
-        return [bool(leaf.spec) and STAGE in layout.axes(leaf.spec[0]) for leaf in leaves]
-
-    between = [False] * len(jax.tree.leaves((start.opt_state, start.step)))
-    stages = [*staged(setting.plan.compute), *between, *staged(setting.plan.leaves["rest"])]
-    roles = roles_of(setting.body.name, start, batch, shapes)
+    plan = setting.plan
+    # In the order of the arguments: parameters, optimizer state and counter, other state.
+    between = [False] * (len(roles.state) - len(plan.compute) - len(roles.rest))
+    first, rest = (
+        [bool(leaf.spec) and STAGE in layout.axes(leaf.spec[0]) for leaf in leaves]
+        for leaves in (plan.compute, plan.leaves["rest"])
+    )
     dtype = DTYPES[setting.config.grad_accum_dtype]
+    stages = [*first, *between, *rest]
     pipeline = Pipeline(closed, trace, batch, roles, stages, schedule, dtype)
     return WithShards(*pipeline.traced())
-
-
-def _warn_of_unquantized(setting: StepSetting) -> None:
-    """Warns of the gradients that are sent in their own dtype while others are sent quantized."""
-    if setting.inserter.sent_unquantized:
-        log.warning(
-            "%s: zero_quantized_gradients: zerojax cannot tell each device's own part of the "
-            "gradients of %s, and sends them in their own dtype.",
-            setting.body.name,
-            ", ".join(dict.fromkeys(setting.inserter.sent_unquantized)),
-        )
-        setting.inserter.sent_unquantized.clear()
-
-
-def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) -> jax.Array | None:
-    """Returns bool [], whether the update was applied; None if no step is ever skipped."""
-    return after.skipped == before.skipped if setting.config.skips_overflow else None
-
-
-def unless_skipped(done: jax.Array | None, after: PyTree, before: PyTree) -> PyTree:
-    """Returns ``after`` if the step was done, ``before`` if it was skipped."""
-    return after if done is None else choose(done, after, before)

@@ -9,7 +9,7 @@ import jax
 from zerojax.optim.wrap import ZeroTransformation
 from zerojax.step.call import Call, Further, RearrangedFunction
 from zerojax.step.find_state import computed
-from zerojax.step.view import View, WrappedView
+from zerojax.step.view import View
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.types import PyTree
 
@@ -27,7 +27,7 @@ def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) ->
     """
 
     def run(parts: Parts, batch: PyTree, further: Further) -> None:
-        view = WrappedView.of(View(parts.opt_state), _stop)
+        view = View(parts.opt_state, update=_stop)
         step(*opened.kind.close(parts._replace(opt_state=view), None), batch, *further)
 
     try:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from zerojax.accumulation.run import accumulator
 from zerojax.collectives.host import fetch_to_device
@@ -22,9 +21,9 @@ from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import full_precision
 from zerojax.placement.placer import StateArray
 from zerojax.plan.places import DEVICE, HOST
-from zerojax.plan.state_sharding import DTYPES, Leaf
-from zerojax.step.partial_update import FULL_TREE_ONLY
+from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.program import StepSetting
+from zerojax.step.view import FULL_TREE_ONLY
 
 
 class UpdateArrays(NamedTuple):
@@ -66,30 +65,33 @@ class OptimizerUpdate:
 
     Attributes:
       by_groups: The update as a function of flat arrays.
-      grad_dtypes: Dtypes of the gradients that the update takes, one per parameter.
+      gradients: Shapes and dtypes of the gradients that the update takes, one per parameter.
       uses: Whether the update uses a parameter's gradient, one per parameter.
     """
-
-    grad_dtypes: list[DTypeLike]
-    by_groups: Update
-    uses: list[bool]
 
     def __init__(self, setting: StepSetting, copies: ComputeCopies) -> None:
         self._setting, self._copies, plan = setting, copies, setting.plan
         params, state = plan.leaves["params"], plan.leaves["opt_state"]
-        self.grad_dtypes = [self._grad_dtype(leaf) for leaf in plan.compute]
+        config, dtypes = setting.config, [leaf.dtype for leaf in plan.compute]
+        if setting.layout.accumulation > 1:
+            wide = [x if config.compute_dtype is None else jnp.float32 for x in dtypes]
+            dtypes = [accumulator(x, DTYPES[config.grad_accum_dtype]) for x in wide]
+        shapes = [leaf.shape for leaf in plan.compute]
+        self.gradients = [*map(jax.ShapeDtypeStruct, shapes, dtypes)]
+        sums = jax.eval_shape(
+            lambda grads: [square_sums(full_precision(g)) for g in grads], self.gradients
+        )
         self._placements = UpdateArrays(
             grads=[
-                ArrayPlacement(leaf.shape, jnp.dtype(dtype), leaf.spec, gradient.place, leaf.padded)
-                for leaf, dtype, gradient in zip(
-                    plan.compute, self.grad_dtypes, plan.gradients(), strict=True
+                ArrayPlacement(x.shape, x.dtype, leaf.spec, gradient.place, leaf.padded)
+                for x, leaf, gradient in zip(
+                    self.gradients, plan.compute, plan.gradients(), strict=True
                 )
             ],
             params=[placement_of(leaf) for leaf in params],
             opt_state=[placement_of(leaf) for leaf in state],
             square_sums=[
-                ArrayPlacement(sums.shape, sums.dtype, PartitionSpec(), DEVICE, sums.shape)
-                for sums in map(_square_sums, plan.compute, self.grad_dtypes)
+                ArrayPlacement(x.shape, x.dtype, PartitionSpec(), DEVICE, x.shape) for x in sums
             ],
             copies=copies.placements,
         )
@@ -100,7 +102,7 @@ class OptimizerUpdate:
             square_sums=[False] * len(params),
         )
         numbers = self._placements.like(range(len(self._placements.flat())))
-        optimizer = setting.config.offload_optimizer
+        optimizer = config.offload_optimizer
         try:
             self.by_groups = Update(
                 self._function,
@@ -110,39 +112,17 @@ class OptimizerUpdate:
                 plan,
                 on_host=optimizer is not None and optimizer.compute_on == "host",
             )
-        # Unequal trees raise either; if the optimizer takes all parameters, the fault is its own.
-        except (TypeError, ValueError) as error:
-            if self._takes_all():
-                raise
-            raise NotImplementedError(FULL_TREE_ONLY) from error
+        except (TypeError, ValueError) as error:  # of unequal trees
+            raise NotImplementedError(
+                f"the optimizer raises {type(error).__name__} for gradients like state.params: "
+                f"{error}. {FULL_TREE_ONLY}"
+            ) from error
         separated = self.by_groups.separated
         read = {i for cluster in separated.clusters for i in cluster.inputs}
         read |= separated.read_by_prelude
         self.uses = [i in read for i in range(len(params))]
         # Results begin with the parameters.
         self._shared = [at - len(params) for at in separated.shared]
-
-    def _grad_dtype(self, leaf: Leaf) -> DTypeLike:
-        if self._setting.layout.accumulation == 1:
-            return leaf.dtype
-        config = self._setting.config
-        param = leaf.dtype if config.compute_dtype is None else jnp.float32
-        return accumulator(param, DTYPES[config.grad_accum_dtype])
-
-    def _takes_all(self) -> bool:
-        """Returns whether the optimizer takes gradients in the tree of all parameters."""
-        params, opt_state = (
-            jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-            for tree, leaves in (
-                (self._setting.structure.params, self._placements.params),
-                (self._setting.structure.opt_state, self._placements.opt_state),
-            )
-        )
-        try:
-            updates, _ = jax.eval_shape(self._setting.tx.update, params, opt_state, params)
-        except (TypeError, ValueError):
-            return False
-        return jax.tree.structure(updates) == self._setting.structure.params
 
     def _function(self, *flat: jax.Array) -> list[jax.Array]:
         """Computes the update of the entire state."""
@@ -155,13 +135,6 @@ class OptimizerUpdate:
         new = jax.tree.leaves(optax.apply_updates(params, updates))
         copied = self._copies.cast(*(new[i] for i in self._copies.at))
         return [*new, *jax.tree.leaves(after), *copied]
-
-    def numbers(self, opt_state: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """Returns the leaves of an optimizer state, with None for the arrays that are streamed."""
-        return [
-            None if heavy else x
-            for x, heavy in zip(opt_state, self._setting.plan.streamed, strict=True)
-        ]
 
     def prelude(
         self,
@@ -221,11 +194,3 @@ class OptimizerUpdate:
         after = self._placements.like(arrays)
         self._copies.keep(after.params, after.copies)
         return [*after.params], [*after.opt_state]
-
-
-def _square_sums(leaf: Leaf, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of the square sums of a parameter's gradient."""
-    sums: jax.ShapeDtypeStruct = jax.eval_shape(
-        lambda g: square_sums(full_precision(g)), jax.ShapeDtypeStruct(leaf.shape, dtype)
-    )
-    return sums

@@ -14,11 +14,10 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import micro_batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
-from zerojax.optim.wrap import ZeroOptState, ZeroTransformation
+from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
-from zerojax.plan.state_sharding import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Further, RearrangedFunction, Signature
@@ -48,15 +47,6 @@ class StepSetting:
       inserter: Gathers parameters where the body uses them.
     """
 
-    states: States
-    explicit: Explicit | None
-    tx: ZeroTransformation
-    structure: Parts
-    plan: Plan
-    layout: BatchLayout
-    body: Body
-    inserter: Inserter
-
     def __init__(
         self,
         function: RearrangedFunction,
@@ -77,11 +67,22 @@ class StepSetting:
         self.layout = BatchLayout(
             mesh, config.batch(micro_batch_devices(mesh)), function.signature.batch_axis
         )
-        if self.layout.schedule is not None:
-            _check_beside_stages(config)
+        if self.layout.schedule is not None and offloads(config):
+            raise ValueError(
+                "zerojax does not support offload_optimizer and offload_param with pipeline "
+                'stages. Remove them, or the mesh axis "stage" and the section pipeline.'
+            )
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
-        once = _once(config, self.layout.accumulation)
+        # Why the step may update only once, with the remedy.
+        once = "fp16 does not support. Update once, or use bf16" if config.fp16 else ""
+        if (k := self.layout.accumulation) > 1:
+            once = (
+                f"accumulation over {k} micro-batches does not support. Update once, or set "
+                "gradient_accumulation_steps to 1"
+            )
+        if offloads(config):
+            once = "offload does not support. Update once, or train without offload"
         self.body = Body(function, opened.kind, once, needs_tx)
         self.inserter = Inserter(
             mesh,
@@ -160,24 +161,3 @@ class StepProgram(Protocol):
 
     def recompute(self) -> None:
         """Lets XLA compute values again from now on, because the step does not fit otherwise."""
-
-
-def _check_beside_stages(config: ZeroConfig) -> None:
-    """Refuses offload, which pipeline stages do not support."""
-    if offloads(config):
-        raise ValueError(
-            "zerojax does not support offload_optimizer and offload_param with pipeline stages. "
-            'Remove them, or the mesh axis "stage" and the section pipeline.'
-        )
-
-
-def _once(config: ZeroConfig, accumulation: int) -> str:
-    """Returns why a step may update only once, with the remedy; empty if it may more often."""
-    if offloads(config):
-        return "offload does not support. Update once, or train without offload"
-    if accumulation > 1:
-        return (
-            f"accumulation over {accumulation} micro-batches does not support. Update once, or set "
-            "gradient_accumulation_steps to 1"
-        )
-    return "fp16 does not support. Update once, or use bf16" if config.fp16 else ""

@@ -13,10 +13,17 @@ from zerojax.plan.places import reaches_host
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import Further
 from zerojax.step.entering import enter
-from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
-from zerojax.step.partial_update import to_shards
+from zerojax.step.evaluate_body import evaluate_body
 from zerojax.step.program import MakeSignals, StepResult, StepSetting
-from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
+from zerojax.step.view import (
+    View,
+    cast,
+    constrainer,
+    params_after,
+    to_shards,
+    unless_skipped,
+    updating,
+)
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
@@ -32,16 +39,13 @@ class ResidentStep:
 
     fits = False
 
-    setting: StepSetting
-
     def __init__(self, setting: StepSetting, donate: bool, signals: MakeSignals) -> None:
         self.setting, self._signals, plan = setting, signals, setting.plan
         shardings = plan.shardings()
         self._to_shards = constrainer(shardings.params)
         inner = jax.tree.unflatten(setting.structure.opt_state, plan.leaves["opt_state"]).inner
         matrices = MatrixUpdate.of(setting.inserter, plan, jax.tree.leaves(inner))
-        advance = advancing(setting.tx, matrices)
-        self._tx = updating(setting.tx.init, advance, to_shards(plan))
+        self._tx = updating(setting.tx, to_shards(plan), matrices)
         self._jitted = JitOnceDecided(
             with_argument_names(self._step, STATE, BATCH, "further"),
             self._options,
@@ -82,7 +86,8 @@ class ResidentStep:
         entered = enter(setting.inserter, plan, plan.compute, jax.tree.leaves(compute))
         new_parts, out = evaluate_body(setting, self._tx, start, entered, batch, further)
         after: View = new_parts.opt_state
-        done = was_done(setting, parts.opt_state, after.opt)
+        skips = setting.config.skips_overflow
+        done = after.opt.skipped == parts.opt_state.skipped if skips else None
         new_parts = new_parts._replace(
             params=params_after(after, new_parts.params, compute, parts.params, done),
             opt_state=after.opt,

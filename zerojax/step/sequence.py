@@ -57,7 +57,7 @@ class SequenceAxis(NamedTuple):
         Raises:
           ValueError: T does not divide among the devices.
         """
-        self._check(x.shape, 1)
+        check_tokens(f"an array {x.shape}", x.shape[1], self.size)
         return self._constrained(x, self._rows(x), SEQUENCE, *[_FREE] * (x.ndim - 2))
 
     def positions(self, x: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ class SequenceAxis(NamedTuple):
         Raises:
           ValueError: T does not divide among the devices.
         """
-        self._check(x.shape, 0)
+        check_tokens(f"an array {x.shape}", x.shape[0], self.size)
         return self._constrained(x, SEQUENCE, *[_FREE] * (x.ndim - 1))
 
     def attention(
@@ -98,7 +98,7 @@ class SequenceAxis(NamedTuple):
             )
 
         def across(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            self._check(q.shape, 1)
+            check_tokens(f"an array {q.shape}", q.shape[1], self.size)
             if q.shape[2] % parts:
                 raise ValueError(
                     f"the {parts} devices of {' and '.join(map(repr, heads))} do not divide the "
@@ -127,9 +127,6 @@ class SequenceAxis(NamedTuple):
             )
         mesh: Mesh | AbstractMesh = self.mesh if are_present(self.mesh) else self.mesh.abstract_mesh
         return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
-
-    def _check(self, shape: tuple[int, ...], at: int) -> None:
-        check_tokens(f"an array {shape}", shape[at], self.size)
 
 
 def tokens_entry(shape: Sequence[int], size: int) -> tuple[str, ...]:

@@ -5,10 +5,9 @@ pytrees. An ``OpenedState`` comes out: the arrays as ``Parts``, and functions th
 states of this kind. :func:`zerojax.placement.states.split_state` chooses the module.
 
 - ``state_parts``, to be read first: ``Parts`` and ``OpenedState``.
-- ``linen``: a ``TrainState``. ``nnx``: NNX objects. ``pytree``: any pytree, whose parameters
-  ``parameters`` finds.
+- ``linen``: a ``TrainState``. ``nnx``: NNX objects. ``pytree``: any pytree.
 - ``nnx_graph``: the graph of NNX objects, remembered to compare a later call with it.
-- ``bound``, ``nnx_bound``: the optimizer of a state that the user sees, with optax's own
-  ``opt_state`` and zerojax's numbers beside it.
+- ``bound``: the optimizer of a state that the user sees, with optax's own ``opt_state`` and
+  zerojax's numbers beside it.
 - ``results``: the new state among the results of a step.
 """

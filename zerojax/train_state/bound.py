@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import jax
+import flax.struct
 import optax
-from flax import serialization
+from flax import nnx
 
 from zerojax.xla.types import PyTree
 
@@ -17,7 +14,7 @@ def has_inner(opt_state: object) -> bool:
     return hasattr(opt_state, "with_inner")
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@flax.struct.dataclass(eq=False)
 class BoundTransformation:
     """The ``tx`` of a training state whose ``opt_state`` has optax's own structure.
 
@@ -25,9 +22,10 @@ class BoundTransformation:
     that state as arrays of the optimizer, which is a node of the pytree. A decorated step updates
     the numbers; ``update`` by itself uses them, and returns only optax's state.
 
-    Args:
+    Attributes:
       tx: The wrapped optimizer.
-      numbers: The wrapped optimizer's state without optax's.
+      numbers: The wrapped optimizer's state without optax's; NNX variables in an
+        ``nnx.Optimizer``.
 
     Example:
       >>> import jax.numpy as jnp, optax, zerojax
@@ -39,11 +37,8 @@ class BoundTransformation:
       (1, 0)
     """
 
-    tx: optax.GradientTransformation
+    tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
     numbers: PyTree
-
-    def __init__(self, tx: optax.GradientTransformation, numbers: PyTree) -> None:
-        self.tx, self.numbers = tx, numbers
 
     def init(self, params: PyTree) -> PyTree:
         """Returns optax's state of a new optimizer."""
@@ -53,34 +48,24 @@ class BoundTransformation:
         self, grads: PyTree, opt_state: PyTree, params: PyTree = None, **extra: object
     ) -> tuple[PyTree, PyTree]:
         """Returns the updates and optax's new state."""
-        state = self.numbers.with_inner(opt_state)
+        state = nnx.as_pure(self.numbers).with_inner(opt_state)
         updates, after = self.tx.update(grads, state, params, **extra)
         return updates, after.inner
 
-    def tree_flatten_with_keys(
-        self,
-    ) -> tuple[list[tuple[jax.tree_util.GetAttrKey, PyTree]], optax.GradientTransformation]:
-        return [(jax.tree_util.GetAttrKey("numbers"), self.numbers)], self.tx
 
-    @classmethod
-    def tree_unflatten(
-        cls, tx: optax.GradientTransformation, children: Sequence[PyTree]
-    ) -> BoundTransformation:
-        return cls(tx, *children)
-
-
-def bind(tx: optax.GradientTransformation, opt_state: PyTree) -> tuple[BoundTransformation, PyTree]:
+def bind(
+    tx: optax.GradientTransformation, opt_state: PyTree
+) -> tuple[optax.GradientTransformation, PyTree]:
     """Returns the optimizer of a training state, and its ``opt_state`` in optax's structure."""
+    if not has_inner(opt_state):
+        return tx, opt_state
     return BoundTransformation(tx, opt_state.with_inner(None)), opt_state.inner
 
 
-def _to_state_dict(bound: BoundTransformation) -> dict[str, object]:
-    return {"numbers": serialization.to_state_dict(bound.numbers)}
-
-
-def _from_state_dict(bound: BoundTransformation, saved: dict[str, Any]) -> BoundTransformation:
-    numbers = serialization.from_state_dict(bound.numbers, saved["numbers"])
-    return BoundTransformation(bound.tx, numbers)
-
-
-serialization.register_serialization_state(BoundTransformation, _to_state_dict, _from_state_dict)
+def unbind(
+    tx: optax.GradientTransformation, opt_state: PyTree
+) -> tuple[optax.GradientTransformation, PyTree]:
+    """Returns the optimizer, and its state, from which :func:`bind` made a training state's."""
+    if isinstance(tx, BoundTransformation):
+        return tx.tx, tx.numbers.with_inner(opt_state)
+    return tx, opt_state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +14,7 @@ import optax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from zerojax.train_state.bound import BoundTransformation, bind, has_inner
+from zerojax.train_state.bound import BoundTransformation, bind, unbind
 from zerojax.train_state.state_parts import OpenedState, Parts, StateKind, spread_specs
 from zerojax.xla.types import PyTree
 
@@ -45,10 +44,7 @@ def open_state(state: PyTree) -> OpenedState:
 
     def split(state: PyTree) -> Parts:
         rest = {name: getattr(state, name) for name in carried}
-        tx, opt_state = state.tx, state.opt_state
-        if isinstance(tx, BoundTransformation):
-            opt_state = tx.numbers.with_inner(opt_state)
-        return Parts(state.params, opt_state, state.step, rest)
+        return Parts(state.params, unbind(state.tx, state.opt_state)[1], state.step, rest)
 
     kind: type = getattr(type(state), _PLAIN, type(state))
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.init}
@@ -56,9 +52,8 @@ def open_state(state: PyTree) -> OpenedState:
     empty = kind(**fields)
 
     def close(parts: Parts, tx: optax.GradientTransformation) -> tuple[PyTree]:
-        opt_state, state_class = parts.opt_state, kind
-        if has_inner(opt_state):
-            (tx, opt_state), state_class = bind(tx, opt_state), _bound_kind(kind)
+        tx, opt_state = bind(tx, parts.opt_state)
+        state_class = _bound_kind(kind) if isinstance(tx, BoundTransformation) else kind
         arrays = {"params": parts.params, "opt_state": opt_state, "step": parts.step, **parts.rest}
         return (state_class(**fields | arrays | {"tx": tx}),)
 
@@ -67,10 +62,10 @@ def open_state(state: PyTree) -> OpenedState:
             jax.tree.structure(empty),
             split,
             close,
-            matches=lambda objects: [lambda x: isinstance(x, kind)],
+            matches=lambda objects: [lambda x: getattr(type(x), _PLAIN, type(x)) is kind],
         ),
         parts=split(state),
-        tx=state.tx.tx if isinstance(state.tx, BoundTransformation) else state.tx,
+        tx=unbind(state.tx, None)[0],
         specs=own_specs(state.params),
     )
 
@@ -87,13 +82,8 @@ def _bound_kind(kind: type) -> type:
         kw_only=field.kw_only,
     )
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    subclass = types.new_class(
-        kind.__name__,
-        (kind,),
-        exec_body=lambda body: body.update(
-            named | {"__annotations__": {"tx": Any}, "tx": node, _PLAIN: kind}
-        ),
-    )
+    body = named | {"__annotations__": {"tx": Any}, "tx": node, _PLAIN: kind}
+    subclass = type(kind.__name__, (kind,), body)
     return subclass if issubclass(kind, flax.struct.PyTreeNode) else flax.struct.dataclass(subclass)
 
 

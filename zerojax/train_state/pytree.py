@@ -1,10 +1,11 @@
-"""Any pytree as a training state."""
+"""Any pytree as a training state, and the search for its parameters and optimizer."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from zerojax.train_state.bound import has_inner
 from zerojax.train_state.linen import own_specs
 from zerojax.train_state.state_parts import IDENTITY, STATE_KEY, OpenedState, Parts, StateKind
 from zerojax.xla.types import PyTree
+
+Select = Callable[[PyTree], PyTree]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,91 @@ class Parameters:
     tree: jax.tree_util.PyTreeDef
     positions: Sequence[int]
     opt_state: int
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """A placeholder for a leaf of the state.
+
+    Attributes:
+      i: The leaf's position.
+      shape: Its shape; None for the optimizer's state.
+    """
+
+    i: int
+    shape: tuple[int, ...] | None
+
+
+def find_parameters(objects: tuple[PyTree, ...], keys: str, select: Select | None) -> Parameters:
+    """Finds the parameters of a state.
+
+    Args:
+      objects: The state, which contains one state of a wrapped optimizer.
+      keys: The keys of the config that need the parameters, for messages.
+      select: The user's function from the state to its parameters, which receives None in place of
+        leaves that are not arrays. If None, the parameters are the only part of the state that has
+        the form of the optimizer's moments.
+
+    Raises:
+      ValueError: The state has no optimizer state, or more than one; or the parameters cannot be
+        found, or do not belong to this state.
+    """
+    leaves, tree = jax.tree.flatten(objects, is_leaf=has_inner)
+    optimizers = [i for i, x in enumerate(leaves) if has_inner(x)]
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"{keys}: expected one state of an optimizer of zero.wrap(tx) or zero.optimizer() in "
+            f"the training state, and there are {len(optimizers)}. Update all parameters with one "
+            "such optimizer, or remove the keys from the config."
+        )
+    marked: PyTree = jax.tree.unflatten(tree, [
+        _Placeholder(i, None if has_inner(x) else np.shape(x)) if given else None
+        for i, (x, given) in enumerate(zip(leaves, are_given(leaves, tree), strict=True))
+    ])  # fmt: skip
+    state = marked[0] if len(objects) == 1 else marked
+    moments = leaves[optimizers[0]].inner
+    params = _like_moments(state, moments, keys) if select is None else select(state)
+    found, form = jax.tree.flatten(params)
+    positions = [x.i for x in found if isinstance(x, _Placeholder)]
+    if not found or len({*positions} - {*optimizers}) < len(found):
+        raise ValueError(
+            f"params= of zerojax.zero returned {params!r:.80}, which is not part of the state. "
+            "Return the subtree with the parameters, as in params=lambda state: state[0]."
+        )
+    return Parameters(form, positions, *optimizers)
+
+
+def _like_moments(state: PyTree, moments: PyTree, keys: str) -> PyTree:
+    """Finds the only part of the state that has the form of the optimizer's largest moments."""
+
+    def shapes(node: PyTree) -> tuple[jax.tree_util.PyTreeDef, tuple[tuple[int, ...], ...]]:
+        found, tree = jax.tree.flatten(node)
+        return tree, tuple(map(np.shape, found))
+
+    parts = defaultdict(list)
+    for path, node in _nodes((), state):
+        parts[shapes(node)].append((path, node))
+    forms = [shapes(node) for _, node in _nodes((), moments)]
+    forms = [form for form in forms if form in parts and any(map(np.size, form[1]))]
+    found = parts[max(forms, key=lambda form: len(form[1]))] if forms else []
+    if len(found) == 1:
+        return found[0][1]
+    several = ", ".join(f"state{jax.tree_util.keystr(path)}" for path, _ in found[:4])
+    raise ValueError(
+        f"{keys}: zerojax must know the state's parameters. Parts with the form of the optimizer's "
+        f"moments: {several or 'none'}. Pass zerojax.zero(params=lambda state: state[0])."
+    )
+
+
+def _nodes(
+    path: jax.tree_util.KeyPath, node: PyTree
+) -> Iterator[tuple[jax.tree_util.KeyPath, PyTree]]:
+    """Yields all nodes of a tree with their paths, in pre-order."""
+    yield path, node
+    if jax.tree_util.all_leaves([node]):
+        return
+    for keys, child in jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node):
+        yield from _nodes((*path, *keys), child)
 
 
 def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = None) -> OpenedState:
@@ -54,15 +142,13 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
     kinds = ", ".join(type(x).__name__ for x in objects)
     if not any(is_given):
         raise TypeError(
-            f"the state ({kinds}) has no arrays. Return a TrainState, or another pytree of arrays, "
-            "from the function that creates it."
+            f"the state ({kinds}) has no arrays. Return a TrainState, or another pytree of arrays."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects):
         if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
             raise TypeError(
-                f"the state ({kinds}) has a {type(leaf).__name__} at "
-                f"{jax.tree_util.keystr(path)}, which is neither an array nor hashable. Make it a "
-                "static field, or let the step close over it."
+                f"the state ({kinds}) has a {type(leaf).__name__} at {jax.tree_util.keystr(path)}, "
+                "which is neither an array nor hashable. Make it a static field, or close over it."
             )
     others = {i: x for i, (x, given) in enumerate(zip(nodes, is_given, strict=True)) if not given}
     known = [] if parameters is None else [*parameters.positions, parameters.opt_state]
@@ -153,13 +239,6 @@ def is_array(x: object) -> bool:
 def form_of(value: PyTree, *, dtypes: bool = True) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
     """Returns the tree, shapes and, if ``dtypes``, dtypes of a value, for comparison."""
     leaves, tree = jax.tree.flatten(value)
-    return tree, [_shape(x) if dtypes or not is_array(x) else np.shape(x) for x in leaves]
-
-
-def _shape(x: jax.typing.ArrayLike) -> tuple[tuple[int, ...], object]:
-    if not is_array(x):
-        return (), x
-    dtype = jnp.result_type(x)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return np.shape(x), dtype
-    return np.shape(x), jax.dtypes.canonicalize_dtype(dtype)
+    return tree, [
+        (np.shape(x), jnp.result_type(x) if dtypes else None) if is_array(x) else x for x in leaves
+    ]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, keystr
 
 from zerojax.xla.types import PyTree
 
@@ -91,11 +92,10 @@ class FlatParts:
     def tree_flatten(self) -> tuple[Sequence[Any], PartsTree]:
         return self.leaves, self.tree
 
-    def tree_flatten_with_keys(
-        self,
-    ) -> tuple[list[tuple[_Path, Any]], PartsTree]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[GetAttrKey, Any]], PartsTree]:
         pairs = jax.tree_util.tree_leaves_with_path(self.parts())
-        return [(_Path(jax.tree_util.keystr(path)), x) for path, x in pairs], self.tree
+        # JAX names an array by its path within the Parts, with one dot in front of an attribute.
+        return [(GetAttrKey(keystr(path).removeprefix(".")), x) for path, x in pairs], self.tree
 
     @classmethod
     def tree_unflatten(cls, tree: PartsTree, leaves: Sequence[Any]) -> FlatParts:
@@ -119,16 +119,6 @@ def spread_specs(
         for spec, parameter in zip(specs, parameters, strict=True)
         for x in jax.tree.leaves(parameter)
     )
-
-
-@dataclass(frozen=True)
-class _Path:
-    """The path of an array within :class:`Parts`, by which JAX names it."""
-
-    path: str
-
-    def __str__(self) -> str:
-        return self.path
 
 
 @dataclass(frozen=True)

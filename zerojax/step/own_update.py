@@ -1,4 +1,5 @@
-"""The target specs of new state that no wrapped optimizer computes, such as a second network."""
+"""Gradients that reach no wrapped optimizer: those of a second network, or of a step with an
+optimizer of its own. Their norm, and the target specs of the state that is computed from them."""
 
 from __future__ import annotations
 
@@ -6,13 +7,41 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.graph.def_use import graph_of
+from zerojax.optim.norm import global_norm
+from zerojax.optim.wrap import full_precision
 from zerojax.plan.layout import Spec
 from zerojax.plan.state_sharding import Plan
 from zerojax.trace import marks
-from zerojax.trace.updates import origins
+from zerojax.trace.updates import find_gradients, origins
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Jaxpr, PyTree
+from zerojax.xla.rewriter import traced
+from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr, PyTree
+
+
+def with_gradient_norm(closed: AnyJaxpr, results: tuple[Parts, PyTree]) -> AnyJaxpr:
+    """Returns a traced step that also computes the norm of its gradients, ``grad_norm`` of the new
+    ``ZeroOptState``, if its update does not and the dataflow shows which values are gradients.
+
+    Args:
+      closed: The step's jaxpr, from the state and the batch to ``results``.
+      results: The shapes of the step's results.
+    """
+    jaxpr = jaxprs.open_jaxpr(closed)[0]
+    index = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
+    opt = index.opt_state.opt
+    eqn = graph_of(jaxpr).producer(jaxpr.outvars[opt.grad_norm])
+    is_constant = eqn is None or not jaxprs.variables(eqn.invars)
+    if marks.reach_optimizer(jaxpr) or not is_constant:
+        return closed
+    gradients = find_gradients(jaxpr, jax.tree.leaves((index.params, opt.inner, index.rest)))
+    if not gradients:
+        return closed
+    outs = list(jaxpr.outvars)
+    eqns, (outs[opt.grad_norm],) = traced(
+        lambda *grads: global_norm([full_precision(x) for x in grads]), gradients
+    )
+    return jaxprs.with_body(closed, jaxpr.replace(eqns=[*jaxpr.eqns, *eqns], outvars=outs))
 
 
 def wanted_specs(plan: Plan, jaxpr: Jaxpr, results: tuple[Parts, PyTree]) -> list[Spec | None]:

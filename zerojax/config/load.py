@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax.config.accelerate import Translation, is_accelerate, translate
+from zerojax.config.accelerate import Translation, translate
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.check import check_keys
 from zerojax.config.errors import ConfigError
@@ -106,7 +106,8 @@ def _source(
     """Returns a DeepSpeed JSON, problems of its repeated keys, and the translation from YAML."""
     raw, repeated = read_json(config)
     path = source_of(config)
-    if not path.endswith(ENDINGS) and not is_accelerate(raw):
+    is_accelerate = "distributed_type" in raw or "compute_environment" in raw
+    if not path.endswith(ENDINGS) and not is_accelerate:
         return raw, repeated, None
     try:
         yaml = translate(raw, Path(path).parent)
@@ -169,10 +170,10 @@ class ConfigReading:
     def translated_from(self, yaml: Translation) -> None:
         """Rewords notes and problems with the keys of the YAML that the JSON was derived from."""
         self.yaml = yaml
-        self.notes = yaml.notes(self.notes)
-        self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
         self.raw = yaml.of_file
         self.given = dict(_leaves(self.raw, "", self.keys))
+        self.notes = [*yaml.notes(self.notes, self.given)]
+        self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
         if yaml.file:
             self.source += f" (deepspeed_config_file: {yaml.file})"
 
@@ -230,10 +231,7 @@ class ConfigReading:
             return Note(key.path, value, "no effect", idle)
         if key.path in self._replaced:
             return Note(key.path, "auto", "resolved", _STOOD_IN, value)
-        if key.treatment == "off only":
-            return Note(key.path, value, "honoured", "off", value)
-        holds = value if key.treatment == "honoured" else None
-        return Note(key.path, value, key.treatment, key.why, holds)
+        return key.note(value)
 
 
 def key_of(problem: str) -> str:

@@ -203,7 +203,7 @@ def from_keyword(name: str, cls: type[Section], given: object) -> Section | None
     values, problems = check_keys({name: on | plain(given)}, keys)
     if problems:
         raise ConfigError(problems)
-    return cls.read(name, values, {})[1]
+    return cls.read(name, values)
 
 
 def _is_of_keyword(note: Note) -> bool:

@@ -184,8 +184,9 @@ class ConfigReading:
         for name, (cls, path, _) in SECTIONS.items():
             if any(key.startswith(f"{path}.") for key in wrong):
                 continue
+            self._paths[name] = f"{path}.{cls.switch}"
             try:
-                self._paths[name], config = cls.read(path, self._values, self.given)
+                config = cls.read(path, self._values)
             except ConfigError as error:
                 self.problems += error.problems
                 continue

@@ -7,7 +7,7 @@ from typing import Any, Self
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.check import check_keys, sections
 from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
-from zerojax.config.json_file import plain
+from zerojax.config.files import plain
 from zerojax.config.keys import KEYS
 from zerojax.config.named import NAMED, within
 from zerojax.config.row import ZERO, Note, check_fields

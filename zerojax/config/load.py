@@ -9,16 +9,14 @@ from zerojax.config.accelerate import Translation, translate
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.check import check_keys
 from zerojax.config.errors import ConfigError
+from zerojax.config.files import ENDINGS, JsonConfig, plain, read_json, source_of
 from zerojax.config.frozen import ZeroConfig
-from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import KEYS, rename
 from zerojax.config.named import NAMED, PARAMS, within
 from zerojax.config.named_types import types_in
 from zerojax.config.row import Key, Note, keys_of
 from zerojax.config.settings import BY_FIELD, SECTIONS
-from zerojax.config.text_file import source_of
 from zerojax.config.together import contradictions, idle
-from zerojax.config.yaml_file import ENDINGS
 
 _STOOD_IN = "given in its place, by auto="
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from zerojax.config.check import check_keys
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.json_file import plain
+from zerojax.config.files import plain
 from zerojax.config.named_types import NAMED_TYPES, type_keys, types_in
 
 

@@ -14,13 +14,11 @@ from zerojax.config.accelerate.keys import BECOMES, DEEPSPEED, FSDP, KEYS, PARAL
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.check import sections, unknown_key
 from zerojax.config.errors import ConfigError, as_text, quote_name
-from zerojax.config.json_file import plain, read_json
+from zerojax.config.files import plain, read_json, read_yaml, repeated
 from zerojax.config.keys import KEYS as JSON_KEYS
 from zerojax.config.keys import rename
 from zerojax.config.kinds import ValueKind
 from zerojax.config.row import ZERO, Note
-from zerojax.config.text_file import repeated
-from zerojax.config.yaml_file import read_yaml
 
 _FILE = f"{DEEPSPEED}.deepspeed_config_file"
 _OFFLOAD = f"{FSDP}.fsdp_offload_params"

@@ -1,15 +1,98 @@
-"""Reading of a config into plain dicts, from JSON, HJSON, YAML or a mapping."""
+"""Reading of a config into plain dicts, from JSON, HJSON, YAML or a mapping; repeated keys are found."""
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import hjson
+import yaml
 
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.text_file import Object, repeated, source_of, text_of
-from zerojax.config.yaml_file import ENDINGS, read_yaml
+
+ENDINGS = (".yaml", ".yml")
+"""The file-name extensions of YAML files."""
+
+
+class Object(dict[str, Any]):
+    """An object of a file that remembers the names that occur more than once."""
+
+    repeated: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, pairs: list[tuple[str, object]]) -> "Object":
+        """Builds an object from names and values; the last value of a repeated name wins."""
+        values = cls(pairs)
+        if len(values) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            values.repeated = tuple(str(name) for name, n in counts.items() if n > 1)
+        return values
+
+
+def repeated(value: object, path: str = "") -> list[str]:
+    """Returns one sentence for each key that an `Object` or a nested one repeats."""
+    if not isinstance(value, Object):
+        return []
+    problems = [f"{path}{name}: is set twice; remove one" for name in value.repeated]
+    for name, child in value.items():
+        problems += repeated(child, f"{path}{name}.")
+    return problems
+
+
+def source_of(config: object) -> str:
+    """Returns the path of a config's file, for messages; "" if the config is not a file."""
+    return os.fspath(config) if isinstance(config, str | os.PathLike) else ""
+
+
+def text_of(path: str | os.PathLike[str]) -> str:
+    """Returns the text of a file.
+
+    Raises:
+      ConfigError: The path does not exist, cannot be read, or is not UTF-8 text.
+    """
+    source = os.fspath(path)
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        where = f" in {Path.cwd()}" if not Path(path).is_absolute() else ""
+        raise ConfigError(f"no such file{where}; check the path", source) from None
+    except UnicodeDecodeError:
+        raise ConfigError("not a text file; text in UTF-8 is needed", source) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be read: {error}", source) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, with an `Object` for each mapping."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> Object:
+    return Object.of(loader.construct_pairs(node, deep=True))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> object:
+    """Returns the value in a YAML file; `repeated` lists its repeated keys.
+
+    Raises:
+      ConfigError: The file is missing, is not text, or is not YAML (with line and column).
+    """
+    source, text = os.fspath(path), text_of(path)
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"not valid YAML{position}: {error.problem}; fix it there", source
+        ) from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"not a usable YAML file: {message}", source) from None
 
 
 def _no_constant(name: str) -> NoReturn:

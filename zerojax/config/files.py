@@ -1,9 +1,9 @@
-"""Reading of a config into plain dicts, from JSON, HJSON, YAML or a mapping; repeated keys are found."""
+"""Reading of a config into plain dicts, from JSON, HJSON, YAML or a mapping."""
 
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -165,6 +165,25 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, object]) -> JsonConf
         return JsonConfig(raw, repeated(value))
     except ConfigError as error:
         raise ConfigError(error.problems, source) from None
+
+
+def leaves(
+    raw: dict[str, object], keys: Container[str] = (), section: str = ""
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yields the path of each value in a config that is no object or a key's, and its section.
+
+    Args:
+      raw: The config, in plain dicts.
+      keys: Dotted paths of keys, whose values may be objects.
+      section: The path of `raw`, with a dot behind.
+    """
+    for name, value in raw.items():
+        if "." in name:  # an unknown key, even if its path looks like a known one
+            continue
+        if isinstance(value, dict) and f"{section}{name}" not in keys:
+            yield from leaves(value, keys, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", raw
 
 
 def plain(value: Mapping[Any, Any], path: str = "") -> dict[str, Any]:

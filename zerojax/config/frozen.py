@@ -105,11 +105,6 @@ class ZeroConfig(Settings):
         """True if updates whose gradient is not finite are skipped."""
         return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)
 
-    @property
-    def xla_options(self) -> dict[str, bool | int | str]:
-        """The options of XLA, by XLA's names."""
-        return dict(self.xla)
-
     def batch(self, world: int, stages: int = 1) -> BatchSizes:
         """Returns the batch sizes on `world` data-parallel devices.
 

@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
-from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.kinds import COUNT, FLAG, SIZE, TEXT
 from zerojax.config.named import OptimizerConfig, SchedulerConfig
-from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
+from zerojax.config.sections import (
+    AutotuningConfig,
+    MonitorConfig,
+    OffloadOptimizer,
+    OffloadParam,
+    WandbConfig,
+)
 
 
 class XlaOptions(TypedDict, total=False):

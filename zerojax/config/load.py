@@ -1,7 +1,7 @@
 """`load`: strict reading of a config file into the frozen config; reports all problems at once."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from zerojax.config.accelerate import Translation, translate
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.check import check_keys
 from zerojax.config.errors import ConfigError
-from zerojax.config.files import ENDINGS, JsonConfig, plain, read_json, source_of
+from zerojax.config.files import ENDINGS, JsonConfig, leaves, plain, read_json, source_of
 from zerojax.config.frozen import ZeroConfig
 from zerojax.config.keys import KEYS, rename
 from zerojax.config.named import NAMED, PARAMS, within
@@ -154,7 +154,7 @@ class ConfigReading:
             self.problems += problems
         names, self.keys, problems = types_in(raw, KEYS)
         self.problems += problems
-        self.given: dict[str, object] = dict(_leaves(original, "", self.keys))
+        self.given: dict[str, object] = _values(original, self.keys)
         self.notes, problems = resolve_autos(raw, self.keys)
         self._values, more = check_keys(raw, self.keys, [key_of(each) for each in problems])
         self.problems += problems + more
@@ -169,7 +169,7 @@ class ConfigReading:
         """Rewords notes and problems with the keys of the YAML that the JSON was derived from."""
         self.yaml = yaml
         self.raw = yaml.of_file
-        self.given = dict(_leaves(self.raw, "", self.keys))
+        self.given = _values(self.raw, self.keys)
         self.notes = [*yaml.notes(self.notes, self.given)]
         self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
         if yaml.file:
@@ -238,13 +238,7 @@ def key_of(problem: str) -> str:
     return min(problem.partition(": ")[0], problem.partition(" = ")[0], key=len)
 
 
-def _leaves(
-    raw: dict[str, object], section: str, keys: Mapping[str, Key]
-) -> Iterator[tuple[str, object]]:
-    """Yields the known keys of a config, as (path, value)."""
-    for name, value in raw.items():
-        path = f"{section}{name}"
-        if path in keys and "." not in name:
-            yield path, value
-        elif isinstance(value, dict):
-            yield from _leaves(value, f"{path}.", keys)
+def _values(raw: dict[str, object], keys: Mapping[str, Key]) -> dict[str, object]:
+    """Returns the values of the known keys of a config, by dotted path."""
+    each = leaves(raw, keys)
+    return {path: section[path.rpartition(".")[2]] for path, section in each if path in keys}

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from zerojax.config import kinds as k
-from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.keywords import XlaOptions
 from zerojax.config.named import FrozenParams, OptimizerConfig, SchedulerConfig
 from zerojax.config.row import ZERO, Key, keys_of, setting
 from zerojax.config.sections import (
+    AutotuningConfig,
     MonitorConfig,
     OffloadOptimizer,
     OffloadParam,

@@ -242,7 +242,7 @@ class Plan(Summarized):
         ]
         notes += [*self._far(), *self.live.notes, *self.quantized.notes]
         platform = self.mesh.devices.flat[0].platform
-        if config.xla_options and platform not in GPUS:
+        if config.xla and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
         small = self.config.small_array_size
         return table.render(self._title(), groups, [self._total(), *notes], small)

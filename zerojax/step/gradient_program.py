@@ -90,7 +90,7 @@ class GradientProgram:
         self._jitted = jax.jit(
             with_argument_names(self._run, STATE, BATCH, "further"),
             out_shardings=unset._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
-            compiler_options=streaming(plan.mesh, plan.config.xla_options),
+            compiler_options=streaming(plan.mesh, dict(plan.config.xla)),
         )
 
     def __call__(self, parts: Parts, batch: PyTree, further: Further) -> GradientResult:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config import ConfigError, load
-from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import rename
+from zerojax.config.sections import AutotuningConfig
 from zerojax.config.together import QUANTIZED
 from zerojax.devices.mesh import nearest_multiples
 from zerojax.foresight.choice import (

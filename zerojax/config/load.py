@@ -18,8 +18,6 @@ from zerojax.config.row import Key, Note, keys_of
 from zerojax.config.settings import BY_FIELD, SECTIONS
 from zerojax.config.together import contradictions, idle
 
-_STOOD_IN = "given in its place, by auto="
-
 
 def load(
     config: str | os.PathLike[str] | Mapping[str, object] | ZeroConfig,
@@ -229,7 +227,7 @@ class ConfigReading:
         if idle is not None:
             return Note(key.path, value, "no effect", idle)
         if key.path in self._replaced:
-            return Note(key.path, "auto", "resolved", _STOOD_IN, value)
+            return Note(key.path, "auto", "resolved", "given in its place, by auto=", value)
         return key.note(value)
 
 

@@ -68,9 +68,12 @@ def _word(*names: str, **spellings: str) -> ValueKind:
     return ValueKind(k.choice(*names).says, Annotated[kind.annotation, BeforeValidator(spell)])
 
 
-def _or_auto(path: str) -> ValueKind:
+def _becoming(key: str, path: str) -> Key:
+    """Returns the row of a key that stands for one of the JSON; DeepSpeed's may be "auto"."""
     kind = JSON_KEYS[path].kind
-    return ValueKind(f'{kind.says} or "auto"', kind.annotation | k.choice("auto").annotation)
+    if key.startswith(DEEPSPEED):
+        kind = ValueKind(f'{kind.says} or "auto"', kind.annotation | k.choice("auto").annotation)
+    return Key(key, _PATH if "path" in key else kind, None)
 
 
 def _none(value: object) -> object:
@@ -104,11 +107,12 @@ BECOMES = {
     f"{DEEPSPEED}.zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
     f"{DEEPSPEED}.gradient_accumulation_steps": "gradient_accumulation_steps",
     f"{DEEPSPEED}.gradient_clipping": "gradient_clipping",
+    f"{FSDP}.fsdp_activation_checkpointing_offload": "activation_checkpointing.cpu_checkpointing",
 }
 """The JSON key for each YAML key that stands for exactly one, with the same values."""
 
 _TRANSLATED = (
-    *(Key(key, _PATH if "path" in key else _or_auto(path), None) for key, path in BECOMES.items()),
+    *(_becoming(key, path) for key, path in BECOMES.items()),
     Key("compute_environment", k.TEXT, "LOCAL_MACHINE", "processes start on machines of yours"),
     Key("distributed_type", _TYPE, "NO", "deepspeed_config or fsdp_config says what is sharded"),
     Key("mixed_precision", _DTYPE, "no"),
@@ -118,7 +122,6 @@ _TRANSLATED = (
     Key(f"{FSDP}.fsdp_sharding_strategy", _STRATEGY, "FULL_SHARD"),
     Key(f"{FSDP}.fsdp_reshard_after_forward", _STRATEGY, "FULL_SHARD"),
     Key(f"{FSDP}.fsdp_offload_params", k.FLAG, False, "true: the state is in host memory"),
-    Key(f"{FSDP}.fsdp_activation_checkpointing_offload", k.FLAG, False),
     Key(f"{PARALLELISM}.parallelism_config_dp_replicate_size", k.POSITIVE, 1, _BATCH),
     Key(f"{PARALLELISM}.parallelism_config_dp_shard_size", k.POSITIVE, 1, _BATCH),
     Key("num_processes", _PROCESSES, -1, _DEVICES, "left to launch"),

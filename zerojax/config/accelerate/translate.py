@@ -303,11 +303,6 @@ def _fsdp(into: Translation) -> None:
     if into.values.get(_OFFLOAD):
         sections = ("offload_optimizer", "offload_param")[: 2 if stage == 3 else 1]
         into.sets(_OFFLOAD, {f"{ZERO}.{section}.device": "cpu" for section in sections})
-    remat = f"{FSDP}.fsdp_activation_checkpointing"
-    if into.values.get(key := f"{remat}_offload") and not into.values.get(remat):
-        into.problems.append(f"{key}: needs {remat}; set that to true, or this to false")
-    elif key in into.values:
-        into.sets(key, {"activation_checkpointing.cpu_checkpointing": into.values[key]})
 
 
 def _read_file(into: Translation, folder: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from zerojax.config import ConfigError, load
-from zerojax.config.json_file import read_file
+from zerojax.config.files import read_file
 
 COMMENTED = """{
   // the stage

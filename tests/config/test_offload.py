@@ -113,8 +113,8 @@ def test_old_switches(old, section):
     assert config == load(of(**{section: {"device": "cpu"}}))
     assert load(of(**{old: True, section: {"device": "cpu"}})) == config
     assert load(of(**{old: True, section: None})) == config
-    assert notes(config)[old].status == "honoured"
-    assert "deprecated" in notes(config)[old].reason
+    assert notes(config)[f"{section}.device"].status == "honoured"
+    assert explain(of(**{old: True})).rows[1][1:4] == (True, "cpu", "honoured")
     for off in (False, None, "auto"):
         assert load(of(0, **{old: off})) == load(of(0))
 

@@ -15,7 +15,7 @@ from zerojax.config import (
     ZeroConfig,
     load,
 )
-from zerojax.config.autotuning import AutotuningConfig
+from zerojax.config.sections import AutotuningConfig
 from zerojax.config.settings import BY_FIELD
 
 # Each field: the JSON that sets it, and its value from keywords and typed.
@@ -144,7 +144,7 @@ def test_an_option_of_xla_may_be_a_keyword():
         assert (
             config == ZeroConfig(xla={name: value}) == ZeroConfig.from_keywords(xla={name: value})
         )
-        assert config.xla_options == {name: value}
+        assert config.xla == {name: value}
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "csv_monitor", "wandb"])

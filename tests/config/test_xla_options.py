@@ -53,8 +53,8 @@ def test_what_xla_would_not_take() -> None:
 
 def test_the_configs_options_go_before_ours() -> None:
     config = load({"xla": KNOWN})
-    assert config.xla_options == KNOWN
-    assert ZeroConfig().xla_options == {}
+    assert config.xla == KNOWN
+    assert ZeroConfig().xla == {}
     assert options(zerojax.mesh(), KNOWN) == options(zerojax.mesh())  # which has none for GPUs
     gpus: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")] * 8))
     ours = options(gpus, layer=1 << 28)

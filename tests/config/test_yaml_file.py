@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from zerojax.config import ConfigError, load
-from zerojax.config.text_file import repeated
-from zerojax.config.yaml_file import read_yaml
+from zerojax.config.files import read_yaml, repeated
 
 
 def read(folder: Path, text: bytes) -> object:

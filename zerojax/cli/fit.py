@@ -29,7 +29,7 @@ from zerojax.cli.options import (
     wrong_input,
 )
 from zerojax.config import ConfigError
-from zerojax.config.text_file import text_of
+from zerojax.config.files import text_of
 
 
 def fit(

@@ -4,10 +4,10 @@ Start with `load.load`: it takes a path, a mapping and values for "auto", and re
 `ZeroConfig` with a `Note` on each key, or raises a `ConfigError` with all problems. In reading
 order:
 
-- `settings`: every setting, with its key, kind, defaults and meaning; `sections`, `autotuning` and
-  `named` for those that are objects, `kinds` of values, `unsupported` for keys without effect,
+- `settings`: every setting, with its key, kind, defaults and meaning; `sections` and `named` for
+  those that are objects, `kinds` of values, `unsupported` for keys without effect,
   `keys` for all of them, `schema` for editors.
-- `text_file`, `yaml_file`, `json_file`: a file as plain dicts. `accelerate`: YAML to JSON.
+- `files`: a file as plain dicts. `accelerate`: YAML to JSON.
 - `load`: the checks of a JSON; `auto`: each "auto"; `together`: contradictions, and fields that
   have no effect next to others.
 - `frozen`: `ZeroConfig`, also from keywords, which `keywords` types; `batch`: its batch sizes.

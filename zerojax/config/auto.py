@@ -3,25 +3,19 @@
 `stand_in` runs first, with the caller's values; `resolve_autos` resolves each "auto" that is left.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from zerojax.config.errors import as_text, closest, hint
+from zerojax.config.files import leaves
 from zerojax.config.keys import renamed
 from zerojax.config.row import REQUIRED, ZERO, Key, Note
 from zerojax.config.sections import NULLABLE
 from zerojax.config.settings import FIT
 
 
-class StandIns(NamedTuple):
-    """The keys that `stand_in` replaced, and one problem for each other key of `auto`."""
-
-    replaced: set[str]
-    problems: list[str]
-
-
-def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
-    """Replaces each "auto" in the config by the value that `auto` has for its key.
+def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> tuple[set[str], list[str]]:
+    """Replaces each "auto" in the config by the value that `auto` has for its key; returns the keys
+    that were replaced, and one problem for each other key of `auto`.
 
     Args:
       raw: The config, in plain dicts; changed in place.
@@ -30,14 +24,14 @@ def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
     Example:
       >>> raw = {"fp16": {"loss_scale": "auto"}}
       >>> stand_in(raw, {"fp16.loss_scale": 128})
-      StandIns(replaced={'fp16.loss_scale'}, problems=[])
+      ({'fp16.loss_scale'}, [])
       >>> raw
       {'fp16': {'loss_scale': 128}}
     """
     if not isinstance(auto, Mapping):
         wanted = "expected a mapping of dotted keys to values"
-        return StandIns(set(), [f"auto: {wanted}, got {as_text(auto)}"])
-    autos = dict(_autos(raw, ""))
+        return set(), [f"auto: {wanted}, got {as_text(auto)}"]
+    autos = _autos(raw)
     replaced: set[str] = set()
     problems = []
     listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
@@ -50,29 +44,18 @@ def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
         else:
             likely = hint(closest(path, autos), fallback)
             problems.append(f'auto: {as_text(key)} is not "auto" in the config; {likely}')
-    return StandIns(replaced, problems)
+    return replaced, problems
 
 
-def _autos(raw: dict[str, object], section: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yields each path whose value is "auto", with the dict that contains the value."""
-    for name, value in raw.items():
-        if "." in name:  # an unknown key, even if its path looks like a known one
-            continue
-        if isinstance(value, dict):
-            yield from _autos(value, f"{section}{name}.")
-        elif isinstance(value, str) and value == "auto":
-            yield f"{section}{name}", raw
+def _autos(raw: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Returns the section of each path whose value is "auto"."""
+    each = leaves(raw)
+    return {path: section for path, section in each if section[path.rpartition(".")[2]] == "auto"}
 
 
-class AutoResolution(NamedTuple):
-    """A note for each "auto" that became the default, and a problem for each other "auto"."""
-
-    notes: list[Note]
-    problems: list[str]
-
-
-def resolve_autos(raw: dict[str, object], keys: Mapping[str, Key]) -> AutoResolution:
-    """Removes each "auto" from a config, so that the defaults apply.
+def resolve_autos(raw: dict[str, object], keys: Mapping[str, Key]) -> tuple[list[Note], list[str]]:
+    """Removes each "auto" from a config, so that the defaults apply; returns a note for each of
+    them, and a problem for each "auto" without a default.
 
     Args:
       raw: The config, in plain dicts; changed in place.
@@ -81,33 +64,34 @@ def resolve_autos(raw: dict[str, object], keys: Mapping[str, Key]) -> AutoResolu
     Example:
       >>> from zerojax.config.keys import KEYS
       >>> raw = {"gradient_clipping": "auto"}
-      >>> resolve_autos(raw, KEYS).notes[0].holds, raw
+      >>> resolve_autos(raw, KEYS)[0][0].holds, raw
       (1.0, {})
     """
-    resolved = AutoResolution([], [])
-    for path, section in list(_autos(raw, "")):
+    notes: list[Note] = []
+    problems: list[str] = []
+    for path, section in _autos(raw).items():
         key, name = keys.get(path), path.rpartition(".")[2]
         or_pass = f'or pass it: auto={{"{path}": ...}}'
         if path in NULLABLE:
-            resolved.problems.append(
+            problems.append(
                 f'{path}: "auto" takes a search with the model: {FIT}; or write the object, '
                 "or remove it"
             )
         elif key is None:  # unknown
             continue
         elif key.default is REQUIRED:
-            resolved.problems.append(f'{path}: "auto" cannot be resolved: {key.why}, {or_pass}')
+            problems.append(f'{path}: "auto" cannot be resolved: {key.why}, {or_pass}')
         elif key.auto is None:
             fit = f", or let {FIT} choose" * (path == f"{ZERO}.stage")
-            resolved.problems.append(
+            problems.append(
                 f'{path}: "auto" cannot be resolved; write {as_text(key.default)}{fit}, {or_pass}'
             )
         elif key.auto and key.kind.nullable:
-            resolved.notes.append(Note(path, "auto", "resolved", key.resolution))
+            notes.append(Note(path, "auto", "resolved", key.resolution))
             section[name] = None
             continue
         else:
             holds = None if key.treatment in ("left to XLA", "no effect") else key.default
-            resolved.notes.append(Note(path, "auto", "resolved", key.resolution, holds))
+            notes.append(Note(path, "auto", "resolved", key.resolution, holds))
         del section[name]
-    return resolved
+    return notes, problems

@@ -1,7 +1,7 @@
 """Checks of the keys of a JSON, one by one, against a table."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.named_types import NAMED_TYPES
@@ -22,22 +22,11 @@ def sections(keys: Collection[str]) -> dict[str, list[str]]:
     return names_by_section
 
 
-class CheckedKeys(NamedTuple):
-    """The result of `check_keys`.
-
-    Attributes:
-      values: The valid values by dotted path, each converted by its `ValueKind`.
-      problems: One sentence for each wrong or missing value, then for each unknown key.
-    """
-
-    values: dict[str, Any]
-    problems: list[str]
-
-
 def check_keys(
     raw: Mapping[str, object], keys: Mapping[str, Key], reported: Collection[str] = ()
-) -> CheckedKeys:
-    """Checks every key of a config in one pass.
+) -> tuple[dict[str, Any], list[str]]:
+    """Checks every key of a config in one pass; returns the valid values by dotted path, each
+    converted by its `ValueKind`, and one problem for each wrong, missing or unknown key.
 
     Args:
       raw: The config, in plain dicts with string keys, free of "auto".
@@ -47,8 +36,8 @@ def check_keys(
     Example:
       >>> from zerojax.config.keys import KEYS
       >>> check_keys({"bf16": {"enabled": True}, "zero_optimization": {"stage": 4}}, KEYS)
-      CheckedKeys(values={'bf16.enabled': True}, \
-problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
+      ({'bf16.enabled': True}, \
+['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
     """
     names_by_section = sections(keys)
     values: dict[str, object] = {}
@@ -78,7 +67,7 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
         section = path.partition(".")[0]
         if key.default is REQUIRED and path not in seen and isinstance(raw.get(section), dict):
             problems.append(f"{path}: missing; expected {key.kind.says}")
-    return CheckedKeys(values, problems + unknown)
+    return values, problems + unknown
 
 
 def unknown_key(section: str, name: str, names_by_section: Mapping[str, list[str]]) -> str:

@@ -99,7 +99,7 @@ def explain(
         for path, key, value in yaml.leaves:
             is_known = key in YAML_KEYS or key in SECTIONS
             rows.append(table.row(path, key, value, is_known, key not in yaml.values))
-        listed = yaml.said_or_implied - {*yaml.implied}
+        listed = {*yaml.said}
     for path, value in _leaves(reading.raw, ""):
         key = f"{ZERO}.stage" if path == ZERO and isinstance(value, bool) else renamed(path)
         is_known = key in KEYS or key in _SECTIONS or key.startswith(PARAMS)

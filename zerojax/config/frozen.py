@@ -7,7 +7,7 @@ from typing import Any, Self
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.check import check_keys, sections
 from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
-from zerojax.config.json_file import plain
+from zerojax.config.files import plain
 from zerojax.config.keys import KEYS
 from zerojax.config.named import NAMED, within
 from zerojax.config.row import ZERO, Note, check_fields
@@ -105,11 +105,6 @@ class ZeroConfig(Settings):
         """True if updates whose gradient is not finite are skipped."""
         return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)
 
-    @property
-    def xla_options(self) -> dict[str, bool | int | str]:
-        """The options of XLA, by XLA's names."""
-        return dict(self.xla)
-
     def batch(self, world: int, stages: int = 1) -> BatchSizes:
         """Returns the batch sizes on `world` data-parallel devices.
 
@@ -203,7 +198,7 @@ def from_keyword(name: str, cls: type[Section], given: object) -> Section | None
     values, problems = check_keys({name: on | plain(given)}, keys)
     if problems:
         raise ConfigError(problems)
-    return cls.read(name, values, {})[1]
+    return cls.read(name, values)
 
 
 def _is_of_keyword(note: Note) -> bool:

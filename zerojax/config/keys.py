@@ -7,9 +7,10 @@ The loader, `explain` and `ZeroConfig` all read this one table. To support a new
 from collections.abc import Iterator
 from typing import Any
 
+from zerojax.config.errors import ConfigError, as_text
+from zerojax.config.kinds import FLAG
 from zerojax.config.named_types import NAMED_TYPES, type_keys
 from zerojax.config.row import ZERO, Key
-from zerojax.config.sections import OLD_SWITCHES as OLD_SWITCHES
 from zerojax.config.settings import BY_FIELD as BY_FIELD
 from zerojax.config.settings import SECTIONS, XLA
 from zerojax.config.unsupported import unsupported
@@ -39,6 +40,13 @@ ALIASES = {
 } | {path.replace("stage3_", ""): path for path in KEYS if path.startswith(_STAGE_3)}
 """Current names by old names, as dotted paths; DeepSpeed accepts keys of stage 3 without prefix."""
 
+SWITCHES = {
+    f"{ZERO}.cpu_offload": f"{ZERO}.offload_optimizer.device",
+    f"{ZERO}.cpu_offload_param": f"{ZERO}.offload_param.device",
+    f"{ZERO}.cpu_offload_params": f"{ZERO}.offload_param.device",
+}
+"""The key for the device by DeepSpeed's deprecated flag for the device "cpu"."""
+
 
 def renamed(path: str) -> str:
     """Returns the current name of a key.
@@ -47,7 +55,7 @@ def renamed(path: str) -> str:
       >>> renamed("bfloat16.enabled")
       'bf16.enabled'
     """
-    for old, new in ALIASES.items():
+    for old, new in (ALIASES | SWITCHES).items():
         if path == old or path.startswith(f"{old}."):
             return new + path[len(old) :]
     return path
@@ -56,7 +64,8 @@ def renamed(path: str) -> str:
 def rename(raw: dict[str, Any]) -> Iterator[str]:
     """Gives every key its current name, in place; yields one problem for each key given twice.
 
-    `"zero_optimization": true` is read as stage 1, `false` as stage 0.
+    `"zero_optimization": true` is read as stage 1, `false` as stage 0; `"cpu_offload": true` as the
+    device "cpu" of `offload_optimizer`, `false` as "none".
 
     Args:
       raw: A config in plain dicts.
@@ -81,3 +90,21 @@ def rename(raw: dict[str, Any]) -> Iterator[str]:
             del parent[old_name]
         else:
             parent[new_name] = parent.pop(old_name)
+    zero: dict[str, Any] = raw[ZERO] if isinstance(raw.get(ZERO), dict) else {}
+    for old, new in SWITCHES.items():
+        switch, section = zero.pop(old.rpartition(".")[2], None), new.split(".")[1]
+        if switch is not None and zero.get(section) is None:
+            zero[section] = {}
+        if switch is None or not isinstance(zero[section], dict):
+            continue
+        existing = zero[section].get("device")
+        try:
+            device = switch if switch == "auto" else "cpu" if FLAG.check(switch) else "none"
+        except ConfigError as error:
+            yield f"{old}: {error}"
+        else:
+            if existing in (None, "auto"):
+                zero[section]["device"] = device
+            elif device not in ("auto", existing):
+                given, device = as_text(switch), as_text(existing)
+                yield f"{old} = {given} contradicts {new} = {device}; remove it"

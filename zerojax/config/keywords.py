@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
-from zerojax.config.autotuning import AutotuningConfig
+from zerojax.config import sections
 from zerojax.config.kinds import COUNT, FLAG, SIZE, TEXT
 from zerojax.config.named import OptimizerConfig, SchedulerConfig
-from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
 
 
 class XlaOptions(TypedDict, total=False):
@@ -69,8 +68,8 @@ class Keywords(XlaOptions, total=False):
     zero_quantized_gradients: bool
     zero_quantized_gradients_dtype: str
     zero_quantized_block_size: int | None
-    offload_optimizer: OffloadOptimizer | Mapping[str, object] | str | None
-    offload_param: OffloadParam | Mapping[str, object] | str | None
+    offload_optimizer: sections.OffloadOptimizer | Mapping[str, object] | str | None
+    offload_param: sections.OffloadParam | Mapping[str, object] | str | None
     sub_group_size: int
     cpu_checkpointing: bool
     partition_activations: bool
@@ -79,8 +78,8 @@ class Keywords(XlaOptions, total=False):
     scheduler: SchedulerConfig | Mapping[str, object] | None
     steps_per_print: int | None
     wall_clock_breakdown: bool
-    tensorboard: MonitorConfig | Mapping[str, object] | None
-    csv_monitor: MonitorConfig | Mapping[str, object] | None
-    wandb: WandbConfig | Mapping[str, object] | None
+    tensorboard: sections.MonitorConfig | Mapping[str, object] | None
+    csv_monitor: sections.MonitorConfig | Mapping[str, object] | None
+    wandb: sections.WandbConfig | Mapping[str, object] | None
     dump_state: bool
-    autotuning: AutotuningConfig | Mapping[str, object] | None
+    autotuning: sections.AutotuningConfig | Mapping[str, object] | None

@@ -1,26 +1,22 @@
 """`load`: strict reading of a config file into the frozen config; reports all problems at once."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax.config.accelerate import Translation, is_accelerate, translate
+from zerojax.config.accelerate import Translation, translate
 from zerojax.config.auto import resolve_autos, stand_in
 from zerojax.config.check import check_keys
 from zerojax.config.errors import ConfigError
+from zerojax.config.files import ENDINGS, JsonConfig, leaves, plain, read_json, source_of
 from zerojax.config.frozen import ZeroConfig
-from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import KEYS, rename
 from zerojax.config.named import NAMED, PARAMS, within
 from zerojax.config.named_types import types_in
 from zerojax.config.row import Key, Note, keys_of
 from zerojax.config.settings import BY_FIELD, SECTIONS
-from zerojax.config.text_file import source_of
 from zerojax.config.together import contradictions, idle
-from zerojax.config.yaml_file import ENDINGS
-
-_STOOD_IN = "given in its place, by auto="
 
 
 def load(
@@ -106,7 +102,8 @@ def _source(
     """Returns a DeepSpeed JSON, problems of its repeated keys, and the translation from YAML."""
     raw, repeated = read_json(config)
     path = source_of(config)
-    if not path.endswith(ENDINGS) and not is_accelerate(raw):
+    is_accelerate = "distributed_type" in raw or "compute_environment" in raw
+    if not path.endswith(ENDINGS) and not is_accelerate:
         return raw, repeated, None
     try:
         yaml = translate(raw, Path(path).parent)
@@ -155,7 +152,7 @@ class ConfigReading:
             self.problems += problems
         names, self.keys, problems = types_in(raw, KEYS)
         self.problems += problems
-        self.given: dict[str, object] = dict(_leaves(original, "", self.keys))
+        self.given: dict[str, object] = _values(original, self.keys)
         self.notes, problems = resolve_autos(raw, self.keys)
         self._values, more = check_keys(raw, self.keys, [key_of(each) for each in problems])
         self.problems += problems + more
@@ -169,10 +166,10 @@ class ConfigReading:
     def translated_from(self, yaml: Translation) -> None:
         """Rewords notes and problems with the keys of the YAML that the JSON was derived from."""
         self.yaml = yaml
-        self.notes = yaml.notes(self.notes)
-        self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
         self.raw = yaml.of_file
-        self.given = dict(_leaves(self.raw, "", self.keys))
+        self.given = _values(self.raw, self.keys)
+        self.notes = [*yaml.notes(self.notes, self.given)]
+        self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
         if yaml.file:
             self.source += f" (deepspeed_config_file: {yaml.file})"
 
@@ -183,8 +180,9 @@ class ConfigReading:
         for name, (cls, path, _) in SECTIONS.items():
             if any(key.startswith(f"{path}.") for key in wrong):
                 continue
+            self._paths[name] = f"{path}.{cls.switch}"
             try:
-                self._paths[name], config = cls.read(path, self._values, self.given)
+                config = cls.read(path, self._values)
             except ConfigError as error:
                 self.problems += error.problems
                 continue
@@ -229,11 +227,8 @@ class ConfigReading:
         if idle is not None:
             return Note(key.path, value, "no effect", idle)
         if key.path in self._replaced:
-            return Note(key.path, "auto", "resolved", _STOOD_IN, value)
-        if key.treatment == "off only":
-            return Note(key.path, value, "honoured", "off", value)
-        holds = value if key.treatment == "honoured" else None
-        return Note(key.path, value, key.treatment, key.why, holds)
+            return Note(key.path, "auto", "resolved", "given in its place, by auto=", value)
+        return key.note(value)
 
 
 def key_of(problem: str) -> str:
@@ -241,13 +236,7 @@ def key_of(problem: str) -> str:
     return min(problem.partition(": ")[0], problem.partition(" = ")[0], key=len)
 
 
-def _leaves(
-    raw: dict[str, object], section: str, keys: Mapping[str, Key]
-) -> Iterator[tuple[str, object]]:
-    """Yields the known keys of a config, as (path, value)."""
-    for name, value in raw.items():
-        path = f"{section}{name}"
-        if path in keys and "." not in name:
-            yield path, value
-        elif isinstance(value, dict):
-            yield from _leaves(value, f"{path}.", keys)
+def _values(raw: dict[str, object], keys: Mapping[str, Key]) -> dict[str, object]:
+    """Returns the values of the known keys of a config, by dotted path."""
+    each = leaves(raw, keys)
+    return {path: section[path.rpartition(".")[2]] for path, section in each if path in keys}

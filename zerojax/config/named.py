@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from zerojax.config.check import check_keys
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.json_file import plain
+from zerojax.config.files import plain
 from zerojax.config.named_types import NAMED_TYPES, type_keys, types_in
 
 
@@ -72,12 +72,12 @@ class _Named:
     def _checked(cls, given: Mapping[str, object]) -> dict[str, Any]:
         """Returns the type and the parameters in a mapping of the form of the JSON."""
         raw = {cls._section: plain(given)}
-        types = types_in(raw, type_keys(cls._section))
-        values, problems = check_keys(raw, types.keys)
-        if problems := types.problems + problems:
+        names, keys, problems = types_in(raw, type_keys(cls._section))
+        values, more = check_keys(raw, keys)
+        if problems := problems + more:
             raise ConfigError(problems)
         return {
-            "type": types.names[cls._section],
+            "type": names[cls._section],
             "params": within(f"{cls._section}.params.", values),
         }
 

@@ -6,7 +6,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from zerojax.config import kinds as k
 from zerojax.config.errors import as_text, closest
@@ -155,58 +154,46 @@ def known_types(section: str) -> str:
     return ", ".join(NAMED_TYPES[section])
 
 
-def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
-    """Returns the type in the table's spelling, matched case-insensitively, and its problems."""
-    types = NAMED_TYPES[section]
+def _unknown_type(section: str, given: str) -> str:
+    """Returns the problem of a type that is not in the table."""
     replaced = {old.lower(): new for old, new in REPLACED_TYPES.items()}
     if section == "optimizer" and (new := replaced.get(given.lower())):
-        return None, [
+        return (
             f"optimizer.type = {as_text(given)} is not supported: zerojax does not compress "
             f'momenta; write "{new}", and zero_quantized_gradients for less traffic'
-        ]
-    name = {known.lower(): known for known in types}.get(given.lower())
-    if name is None:
-        guess = closest(given, types)
-        likely = f"did you mean {as_text(guess)}?" if guess else f"known: {known_types(section)}"
-        return None, [f"{section}.type: unknown {section} {as_text(given)}; {likely}"]
-    return name, []
+        )
+    guess = closest(given, NAMED_TYPES[section])
+    likely = f"did you mean {as_text(guess)}?" if guess else f"known: {known_types(section)}"
+    return f"{section}.type: unknown {section} {as_text(given)}; {likely}"
 
 
-class Types(NamedTuple):
-    """The optimizer and the schedule that a JSON names.
-
-    Attributes:
-      names: The types that are known, by section.
-      keys: The known keys, those of the parameters of these types included, by dotted path.
-      problems: One sentence for each type that is not known.
-    """
-
-    names: dict[str, str]
-    keys: dict[str, Key]
-    problems: list[str]
-
-
-def types_in(raw: Mapping[str, object], keys: Mapping[str, Key]) -> Types:
-    """Returns the types in a config.
+def types_in(
+    raw: Mapping[str, object], keys: Mapping[str, Key]
+) -> tuple[dict[str, str], dict[str, Key], list[str]]:
+    """Returns the optimizer and the schedule that a config names: the types in the table's spelling
+    by section; the known keys, those of their parameters included; a problem for each other type.
 
     Args:
-      raw: The config, in plain dicts.
+      raw: The config, in plain dicts; a type is matched case-insensitively.
       keys: The known keys but parameters, by dotted path.
     """
-    types = Types({}, {**keys}, [])
-    for section in NAMED_TYPES:
+    names: dict[str, str] = {}
+    keys, problems = {**keys}, []
+    for section, types in NAMED_TYPES.items():
         given = raw.get(section)
         kind = given.get("type") if isinstance(given, Mapping) else None
-        if isinstance(kind, str) and kind != "auto":
-            name, problems = resolve_type(section, kind)
-            types.problems.extend(problems)
-            if name:
-                types.names[section] = name
-                del types.keys[f"{section}.params"]
-                for param, key in NAMED_TYPES[section][name].items():
-                    path, why = f"{section}.params.{param}", key.why or f"of {name}"
-                    types.keys[path] = replace(key, path=path, why=why)
-    return types
+        if not isinstance(kind, str) or kind == "auto":
+            continue
+        name = {known.lower(): known for known in types}.get(kind.lower())
+        if name is None:
+            problems.append(_unknown_type(section, kind))
+            continue
+        names[section] = name
+        del keys[f"{section}.params"]
+        for param, key in types[name].items():
+            path, why = f"{section}.params.{param}", key.why or f"of {name}"
+            keys[path] = replace(key, path=path, why=why)
+    return names, keys, problems
 
 
 def type_keys(section: str) -> dict[str, Key]:

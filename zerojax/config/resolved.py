@@ -41,14 +41,12 @@ def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
         place = BY_FIELD.get(name) or SECTIONS.get(name)
         key = place.path if place else name
         value = sizes.get(name, value)
-        if is_dataclass(value) and not isinstance(value, type):
-            for inner, each in asdict(value).items():
-                each = dict(each) if isinstance(each, Mapping) else each
-                yield f"{key}.{inner}", as_text(each, 80)
-        elif isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", as_text(each)) for inner, each in value.items())
-        else:
-            yield key, as_text(value)
+        inner = asdict(value) if is_dataclass(value) else value
+        if not isinstance(inner, Mapping):
+            yield key, as_text(inner)
+            continue
+        for part, each in inner.items():
+            yield f"{key}.{part}", as_text(dict(each) if isinstance(each, Mapping) else each, 80)
 
 
 def changed_fields(config: ZeroConfig) -> list[tuple[str, str]]:

@@ -61,6 +61,13 @@ class Key:
             )
         return checked
 
+    def note(self, value: object) -> "Note":
+        """Returns the note of a value that the key accepts."""
+        if self.treatment == "off only":
+            return Note(self.path, value, "honoured", "off", value)
+        holds = value if self.treatment == "honoured" else None
+        return Note(self.path, value, self.treatment, self.why, holds)
+
     @property
     def resolution(self) -> str:
         """The reason why "auto" resolves to the default."""

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from zerojax.config.errors import as_text
-from zerojax.config.keys import ALIASES, KEYS
+from zerojax.config.keys import ALIASES, KEYS, SWITCHES
 from zerojax.config.row import REQUIRED, ZERO, Key
 from zerojax.config.sections import NULLABLE
 from zerojax.config.settings import BY_FIELD, SECTIONS
@@ -34,6 +34,9 @@ def schema() -> dict[str, Any]:
         section, _, name = old.rpartition(".")
         names = (root["properties"][section] if section else root)["properties"]
         names[name] = {**names[new.rpartition(".")[2]], "deprecated": True}
+    for old, new in SWITCHES.items():
+        text = {"description": f"a flag for {new}", "deprecated": True}
+        root["properties"][ZERO]["properties"][old.rpartition(".")[2]] = text
     root["properties"]["$schema"] = {"type": "string"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **root}
 

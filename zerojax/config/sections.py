@@ -8,8 +8,6 @@ from zerojax.config import kinds as k
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.row import ZERO, Key, check_fields, keys_of, setting
 
-_Values = Mapping[str, object]
-
 
 class Section:
     """A base class for dataclasses whose fields are the keys of a section, made by `setting`.
@@ -40,39 +38,21 @@ class Section:
         yield from keys_of(cls, f"{path}.").values()
 
     @classmethod
-    def switched(
-        cls, path: str, values: _Values, given: _Values
-    ) -> tuple[str, dict[str, object] | None]:
-        """Returns the key of a JSON that turns the section on or off, and the fields that it sets;
-        None if the section is off.
-
-        Raises:
-          ConfigError: Two keys of the JSON contradict each other.
-        """
-        key = f"{path}.enabled"
-        return key, {} if values.get(key) else None
-
-    @classmethod
-    def read(cls, path: str, values: _Values, given: _Values) -> tuple[str, Self | None]:
-        """Reads the section from a JSON.
+    def read(cls, path: str, values: Mapping[str, object]) -> Self | None:
+        """Returns the section of a JSON, or None if it is off.
 
         Args:
           path: The section.
           values: The valid values of the JSON, by dotted key.
-          given: The original values, "auto" included.
-
-        Returns:
-          The key that turns the section on or off, and the config, or None if it is off.
 
         Raises:
           ConfigError: A contradiction.
         """
-        key, on = cls.switched(path, values, given)
-        if on is None:
-            return key, None
+        if values.get(f"{path}.{cls.switch}") in (None, False, "none"):
+            return None
         names = {name: values.get(each.path) for name, each in keys_of(cls, f"{path}.").items()}
         try:
-            return key, cls(**{k: v for k, v in names.items() if v is not None} | on)
+            return cls(**{k: v for k, v in names.items() if v is not None})
         except ConfigError as error:
             raise ConfigError(f"{path}.{problem}" for problem in error.problems) from None
 
@@ -112,11 +92,39 @@ class WandbConfig(Section):
     project: str = setting("", k.TEXT, "deepspeed", "wandb's project")
 
 
-OLD_SWITCHES: dict[str, tuple[str, ...]] = {
-    "offload_optimizer": ("cpu_offload",),
-    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
-}
-"""DeepSpeed's deprecated flags for `{"device": "cpu"}`, by section."""
+@dataclass(frozen=True, kw_only=True)
+class AutotuningConfig(Section):
+    """The section `autotuning`: the bounds of the search for settings; off if absent.
+
+    Raises:
+      ConfigError: A smallest size is above the largest.
+    """
+
+    metric: Literal["throughput", "latency", "flops"] = setting(
+        "",
+        k.choice("throughput", "latency", "flops"),
+        "throughput",
+        "what fit ranks by: rows a second (as flops does, of one model), or a step's time",
+    )
+    max_train_batch_size: int | None = setting(
+        "", k.optional(k.POSITIVE), None, "the most rows of an update, over all devices"
+    )
+    min_train_batch_size: int = setting("", k.POSITIVE, 1, "the fewest rows of an update")
+    max_train_micro_batch_size_per_gpu: int = setting(
+        "", k.POSITIVE, 1024, "the largest micro-batch"
+    )
+    min_train_micro_batch_size_per_gpu: int = setting("", k.POSITIVE, 1, "the smallest micro-batch")
+    num_tuning_micro_batch_sizes: int = setting(
+        "", k.POSITIVE, 3, "micro-batches to compile for each stage, remat and offload, at most"
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        """Yields a problem for each smallest size above the largest."""
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if high is not None and low > high:
+                yield f"min_{name} = {low} is above max_{name} = {high}; lower the one"
+
 
 _NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
 """Fields that have an effect only with device "nvme"."""
@@ -152,34 +160,11 @@ class _Offload(Section):
 
     @classmethod
     def keys(cls, path: str, why: str) -> Iterator[Key]:
-        """Yields the keys of the section at a path, and its deprecated flags."""
-        section = path.removeprefix(f"{ZERO}.")
+        """Yields the keys of the section at a path; `why` is for the device."""
         for name, key in keys_of(cls, f"{path}.").items():
             device = k.optional(k.choice("none", "cpu", "nvme"))
             off = Key(key.path, device, "none", why)
             yield off if name == "device" else key
-        why = f'deprecated by DeepSpeed; true is read as {{"{section}": {{"device": "cpu"}}}}'
-        for old in OLD_SWITCHES[section]:
-            yield Key(f"{ZERO}.{old}", k.optional(k.FLAG), None, why)
-
-    @classmethod
-    def switched(
-        cls, path: str, values: Mapping[str, object], given: Mapping[str, object]
-    ) -> tuple[str, dict[str, object] | None]:
-        """Returns the device of the section, also from the deprecated flags."""
-        key = f"{path}.device"
-        device = values.get(key, "none" if given.get(key) == "auto" else None)
-        for name in OLD_SWITCHES[path.removeprefix(f"{ZERO}.")]:
-            if (switch := values.get(old := f"{ZERO}.{name}")) is None:
-                continue
-            implied = "cpu" if switch else "none"
-            if device not in (None, implied):
-                raise ConfigError(
-                    f"{old} = {as_text(switch)} contradicts {key} = {as_text(device)}; remove it"
-                )
-            if device is None:
-                key, device = old, implied
-        return key, None if device in (None, "none") else {"device": device}
 
 
 @dataclass(frozen=True, kw_only=True)

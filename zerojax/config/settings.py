@@ -8,18 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from zerojax.config import kinds as k
-from zerojax.config.autotuning import AutotuningConfig
+from zerojax.config import sections
 from zerojax.config.keywords import XlaOptions
 from zerojax.config.named import FrozenParams, OptimizerConfig, SchedulerConfig
 from zerojax.config.row import ZERO, Key, keys_of, setting
-from zerojax.config.sections import (
-    MonitorConfig,
-    OffloadOptimizer,
-    OffloadParam,
-    Place,
-    WandbConfig,
-    section,
-)
+from zerojax.config.sections import Place, section
 
 FIT = "`zerojax.fit` or `python -m zerojax fit`"
 """The command that searches for values that depend on a forecast, as text."""
@@ -29,6 +22,12 @@ _REMAT = "activation_checkpointing."
 _OWN = "zerojax's own key"
 
 
+def _flag(path: str, why: str) -> bool:
+    """Returns the field of a flag that is off by default, as `setting` does."""
+    flag: bool = setting(path, k.FLAG, False, why)
+    return flag
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of a run; with keywords every feature is off by default."""
@@ -36,17 +35,12 @@ class Settings:
     stage: int = setting(
         _Z, k.STAGE, 0, "1 shards the optimizer state, 2 gradients too, 3 parameters too", auto=None
     )
-    bf16: bool = setting(
-        "bf16.enabled", k.FLAG, False, "true: the step's body sees parameters in bfloat16"
+    bf16: bool = _flag("bf16.enabled", "true: the step's body sees parameters in bfloat16")
+    fp16: bool = _flag(
+        "fp16.enabled", "true: the body sees parameters in float16, with a scaled loss"
     )
-    fp16: bool = setting(
-        "fp16.enabled",
-        k.FLAG,
-        False,
-        "true: the body sees parameters in float16, with a scaled loss",
-    )
-    auto_cast: bool = setting(
-        "fp16.", k.FLAG, False, "true: float leaves of the batch are cast to the compute dtype"
+    auto_cast: bool = _flag(
+        "fp16.", "true: float leaves of the batch are cast to the compute dtype"
     )
     loss_scale: float = setting(
         "fp16.", k.SCALE_OR_ZERO, 0.0, "0 is a dynamic scale, all else a static one"
@@ -56,9 +50,7 @@ class Settings:
         "fp16.", k.COUNT, 1000, "good updates after which the scale doubles"
     )
     hysteresis: int = setting("fp16.", k.COUNT, 2, "overflows before the scale halves")
-    consecutive_hysteresis: bool = setting(
-        "fp16.", k.FLAG, False, "true: a good update refills the hysteresis"
-    )
+    consecutive_hysteresis: bool = _flag("fp16.", "true: a good update refills the hysteresis")
     min_loss_scale: float = setting("fp16.", k.SCALE, 1.0, "the scale halves no further")
     raise_error_at_min_scale: bool = setting(
         "fp16.", k.FLAG, True, f"{_OWN}: true stops at an overflow at the smallest scale"
@@ -71,11 +63,11 @@ class Settings:
         keyword=False,
         loud="DeepSpeed skips updates in bf16 that are not finite by default; false turns it off",
     )
-    check_finite: bool = setting(
-        "", k.FLAG, False, f"{_OWN}: true skips updates that are not finite at any precision"
+    check_finite: bool = _flag(
+        "", f"{_OWN}: true skips updates that are not finite at any precision"
     )
-    accumulate_statistics: bool = setting(
-        "", k.FLAG, False, f"{_OWN}: true allows statistics of each micro-batch (BatchNorm)"
+    accumulate_statistics: bool = _flag(
+        "", f"{_OWN}: true allows statistics of each micro-batch (BatchNorm)"
     )
     compute_grad_norm: bool = setting(
         _Z, k.FLAG, True, "false: the gradient's norm is computed only where an update needs it"
@@ -120,8 +112,8 @@ class Settings:
     stage3_max_reuse_distance: int | None = setting(
         _Z, k.optional(k.SIZE), None, "the most elements used before a gathered one's next use"
     )
-    stage3_gather_16bit_weights_on_model_save: bool = setting(
-        _Z, k.FLAG, False, "true: `python -m zerojax export` writes 16-bit weights, at every stage"
+    stage3_gather_16bit_weights_on_model_save: bool = _flag(
+        _Z, "true: `python -m zerojax export` writes 16-bit weights, at every stage"
     )
     overlap_comm: bool | None = setting(
         _Z, k.optional(k.FLAG), None, "false: no prefetching, XLA's own schedule; null is true"
@@ -139,17 +131,17 @@ class Settings:
     zero_hpz_partition_size: int = setting(
         _Z, k.NON_NEGATIVE, 1, "GPUs of a host, within which parameters are gathered again; 1: off"
     )
-    zero_quantized_weights: bool = setting(
-        _Z, k.FLAG, False, "true: parameters are gathered in 8-bit blocks (qwZ): numbers change"
+    zero_quantized_weights: bool = _flag(
+        _Z, "true: parameters are gathered in 8-bit blocks (qwZ): numbers change"
     )
-    zero_quantized_nontrainable_weights: bool = setting(
-        _Z, k.FLAG, False, "true: parameters without updates are gathered in 8-bit blocks"
+    zero_quantized_nontrainable_weights: bool = _flag(
+        _Z, "true: parameters without updates are gathered in 8-bit blocks"
     )
     zero_quantized_weights_dtype: str = setting(
         _Z, k.choice("int8", "float8_e4m3fn"), "int8", f"{_OWN}: the codes of gathered blocks"
     )
-    zero_quantized_gradients: bool = setting(
-        _Z, k.FLAG, False, "true: gradients are reduced in low-bit blocks (qgZ): numbers change"
+    zero_quantized_gradients: bool = _flag(
+        _Z, "true: gradients are reduced in low-bit blocks (qgZ): numbers change"
     )
     zero_quantized_gradients_dtype: str = setting(
         _Z, k.choice("int8", "int4"), "int8", f"{_OWN}: the codes of reduced blocks"
@@ -157,11 +149,13 @@ class Settings:
     zero_quantized_block_size: int | None = setting(
         _Z, k.optional(k.POSITIVE), None, f"{_OWN}: elements that share a scale; null: about 256"
     )
-    offload_optimizer: OffloadOptimizer | None = section(
-        OffloadOptimizer, f"{_Z}offload_optimizer", "the place of master weights and moments"
+    offload_optimizer: sections.OffloadOptimizer | None = section(
+        sections.OffloadOptimizer,
+        f"{_Z}offload_optimizer",
+        "the place of master weights and moments",
     )
-    offload_param: OffloadParam | None = section(
-        OffloadParam, f"{_Z}offload_param", "the place of parameters"
+    offload_param: sections.OffloadParam | None = section(
+        sections.OffloadParam, f"{_Z}offload_param", "the place of parameters"
     )
     sub_group_size: int = setting(
         _Z,
@@ -170,11 +164,11 @@ class Settings:
         "an upper bound, in elements, on what is updated at a time under offload: zerojax "
         "streams in blocks of at most 33,554,432; 0 sets no bound of its own",
     )
-    cpu_checkpointing: bool = setting(
-        _REMAT, k.FLAG, False, "true: what rematerialised blocks of a scan keep is in host memory"
+    cpu_checkpointing: bool = _flag(
+        _REMAT, "true: what rematerialised blocks of a scan keep is in host memory"
     )
-    partition_activations: bool = setting(
-        _REMAT, k.FLAG, False, "true: an error where residuals are not sharded with the batch"
+    partition_activations: bool = _flag(
+        _REMAT, "true: an error where residuals are not sharded with the batch"
     )
     xla: Mapping[str, bool | int | str] = FrozenParams()
     optimizer: OptimizerConfig | None = None
@@ -182,19 +176,23 @@ class Settings:
     steps_per_print: int | None = setting(
         "", k.optional(k.NON_NEGATIVE), None, "a line every so many updates; 0 or null prints none"
     )
-    wall_clock_breakdown: bool = setting(
-        "", k.FLAG, False, "true: each line has the time of a step, blocked on the device"
+    wall_clock_breakdown: bool = _flag(
+        "", "true: each line has the time of a step, blocked on the device"
     )
-    tensorboard: MonitorConfig | None = section(
-        MonitorConfig, "tensorboard", "true: writes metrics there"
+    tensorboard: sections.MonitorConfig | None = section(
+        sections.MonitorConfig, "tensorboard", "true: writes metrics there"
     )
-    csv_monitor: MonitorConfig | None = section(
-        MonitorConfig, "csv_monitor", "true: writes metrics there"
+    csv_monitor: sections.MonitorConfig | None = section(
+        sections.MonitorConfig, "csv_monitor", "true: writes metrics there"
     )
-    wandb: WandbConfig | None = section(WandbConfig, "wandb", "true: writes metrics there")
-    dump_state: bool = setting("", k.FLAG, False, "true: zerojax.zero prints every setting")
-    autotuning: AutotuningConfig | None = section(
-        AutotuningConfig, "autotuning", "true: `zerojax fit` searches, zerojax.zero does not train"
+    wandb: sections.WandbConfig | None = section(
+        sections.WandbConfig, "wandb", "true: writes metrics there"
+    )
+    dump_state: bool = _flag("", "true: zerojax.zero prints every setting")
+    autotuning: sections.AutotuningConfig | None = section(
+        sections.AutotuningConfig,
+        "autotuning",
+        "true: `zerojax fit` searches, zerojax.zero does not train",
     )
 
 

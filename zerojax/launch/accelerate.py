@@ -44,7 +44,7 @@ def read(path: Path) -> AccelerateOptions:
     """
     where = f"--config-file {path}"
     try:
-        values, problems = read_checked(path)[1:]
+        values, problems = read_checked(path)
     except ConfigError as error:
         values, problems = {}, [*error.problems]
     environment = values.get("compute_environment", "LOCAL_MACHINE")

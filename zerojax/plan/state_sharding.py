@@ -273,7 +273,7 @@ class Plan(Summarized):
         ]
         notes += [*self._far(), *self.live.notes, *self.quantized.notes]
         platform = self.mesh.devices.flat[0].platform
-        if config.xla_options and platform not in GPUS:
+        if config.xla and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
         tables = [*table.columns(rows, right=(4,)), "", *table.columns(totals, right=right)]
         return "\n".join([self._title(), "", *tables, "", self._total(), *notes])

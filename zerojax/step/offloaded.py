@@ -94,7 +94,7 @@ class OffloadedStep:
         self._jitted = jax.jit(
             with_argument_names(self._compute_gradients, STATE, BATCH, "further"),
             out_shardings=unset._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
-            compiler_options=streaming(plan.mesh, plan.config.xla_options),
+            compiler_options=streaming(plan.mesh, dict(plan.config.xla)),
         )
 
     def __call__(self, flat: FlatParts, batch: PyTree, further: Further) -> StepResult:

@@ -58,7 +58,7 @@ class ResidentStep:
         plan = self.setting.plan
         return options(
             plan.mesh,
-            plan.config.xla_options,
+            dict(plan.config.xla),
             shards=axis_size(plan.mesh, plan.axis),
             layer=max(self.setting.inserter.layers, default=0),
             overlap=plan.config.overlap_comm is not False,

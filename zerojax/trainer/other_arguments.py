@@ -7,7 +7,7 @@ from typing import NamedTuple
 from zerojax.config.accelerate.keys import FSDP
 from zerojax.config.accelerate.keys import KEYS as YAML_KEYS
 from zerojax.config.errors import ConfigError, as_text, closest, hint
-from zerojax.config.json_file import read_json
+from zerojax.config.files import read_json
 from zerojax.config.kinds import FLAG
 from zerojax.trainer.theirs import THEIR_DEFAULTS
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config.batch import stages_of
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.json_file import source_of
+from zerojax.config.files import source_of
 from zerojax.config.keys import KEYS, rename
 from zerojax.config.load import as_json
 from zerojax.config.named_types import NAMED_TYPES

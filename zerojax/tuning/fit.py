@@ -117,7 +117,7 @@ def fit(
     if jax.process_count() > 1:  # each would stop its search by its own clock
         raise ValueError("fit: run `zerojax fit --out FILE` once, and pass FILE in all processes")
     raw, read_problems = as_json(config, auto)
-    if problems := read_problems + stand_in(raw, auto or {}).problems:
+    if problems := read_problems + stand_in(raw, auto or {})[1]:
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model
     mesh = in_stages(all_devices() if mesh is None else mesh, stages_of(raw))

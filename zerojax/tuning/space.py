@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config import ConfigError, load
-from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.batch import BATCH_SIZES
-from zerojax.config.keys import OLD_SWITCHES, rename
+from zerojax.config.keys import rename
+from zerojax.config.sections import AutotuningConfig
 from zerojax.config.together import QUANTIZED
 from zerojax.devices.mesh import nearest_multiples
 from zerojax.foresight.choice import (
@@ -198,18 +198,15 @@ def left_open(
 
 
 def _offloads(zero: dict[str, object]) -> tuple[Offload, ...]:
-    """Returns the offloads that agree with the config's sections, or with their old switches."""
+    """Returns the offloads that agree with the config's sections."""
     wanted = []
     for section in SECTIONS:
-        old_switches = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
-        if any(old_switches) and section not in zero:
-            zero[section] = {"device": "cpu"}
         entry = zero.get(section)
         if isinstance(entry, dict) and entry.get("device") == "auto":
             del entry["device"]
             entry = None
         is_on = entry.get("device", "none") != "none" if isinstance(entry, dict) else None
-        wanted.append(any(old_switches) if old_switches and is_on is None else is_on)
+        wanted.append(is_on)
     candidates = OFFLOADS if wanted[1] and not wanted[0] else TRIED
     return tuple(
         offload

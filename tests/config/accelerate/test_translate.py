@@ -9,7 +9,7 @@ from config.accelerate import yamls
 
 from zerojax.config import ConfigError, load
 from zerojax.config.explain import NOT_GIVEN, explain
-from zerojax.config.json_file import read_json
+from zerojax.config.files import read_json
 from zerojax.config.load import as_json
 
 # Files as popular guides print them, where the workplace has them.

@@ -5,7 +5,7 @@ The keys are those of Accelerate 1.15 (`accelerate.commands.config.config_args.C
 the options of `accelerate launch`), and the old keys that Accelerate still accepts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from zerojax.config import kinds as k
 from zerojax.config.keys import KEYS as JSON_KEYS
 from zerojax.config.kinds import ValueKind
-from zerojax.config.row import ZERO, Key, off_only, without_effect
+from zerojax.config.row import ZERO, Key, Treatment, off_only, without_effect
 
 DEEPSPEED, FSDP, PARALLELISM = "deepspeed_config", "fsdp_config", "parallelism_config"
 """The sections that control how the state is sharded."""
@@ -25,39 +25,24 @@ PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU", "XLA", "TPU")
 TYPES = (*PLAIN, "DEEPSPEED", "FSDP")
 """The supported values of `distributed_type`."""
 
-
-def _number(value: object) -> object:
-    """Converts a string that spells a number: YAML 1.1 reads 1e-3 as a string."""
-    if not isinstance(value, str):
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        return value
-    return int(value) if value.lstrip("+-").isdecimal() else number
-
-
-def _no(value: object) -> object:
-    """Converts false to "no", since YAML 1.1 reads an unquoted no as false; lowercases strings."""
-    return "no" if value is False else value.lower() if isinstance(value, str) else value
-
-
-def _upper(value: object) -> object:
-    return "NO" if value is False else value.upper() if isinstance(value, str) else value
-
-
-def _none(value: object) -> object:
-    return None if isinstance(value, str) and value.lower() == "none" else value
-
-
-def _before(kind: ValueKind, change: Callable[[object], object]) -> ValueKind:
-    return ValueKind(kind.says, Annotated[kind.annotation, BeforeValidator(change)])
-
-
-def _or_auto(path: str) -> ValueKind:
-    """Returns the kind of a JSON key that also accepts numbers in quotes and "auto"."""
-    kind = _before(JSON_KEYS[path].kind, _number)
-    return ValueKind(f'{kind.says} or "auto"', kind.annotation | k.choice("auto").annotation)
+REFUSED_TYPES = {
+    "MEGATRON_LM": (
+        "pipelines are pipeline.stages of a DeepSpeed JSON, tensor parallelism your own "
+        "PartitionSpecs, its distributed optimizer DEEPSPEED with zero_stage 1"
+    )
+} | dict.fromkeys(
+    (
+        "MULTI_NPU",
+        "MULTI_MLU",
+        "MULTI_SDAA",
+        "MULTI_MUSA",
+        "MULTI_XPU",
+        "MULTI_HPU",
+        "MULTI_NEURON",
+    ),
+    "JAX has GPUs, TPUs and CPUs; write MULTI_GPU",
+)
+"""Remedies for the other values of `distributed_type`."""
 
 
 STAGES = {
@@ -71,109 +56,112 @@ STAGES = {
 which start at 1. Parameters that stay gathered from the forward to the backward pass are gathered
 once a step, as at stage 2."""
 
-_STRATEGIES = (*STAGES,)
+
+def _word(*names: str, **spellings: str) -> ValueKind:
+    """Returns the kind of a choice in either case; `spellings` has further ones, in capitals."""
+    known = {name.upper(): name for name in names} | spellings
+
+    def spell(value: object) -> object:
+        return known.get(str(value).upper().removeprefix("_"), value)
+
+    kind = k.choice(*dict.fromkeys(known.values()))
+    return ValueKind(k.choice(*names).says, Annotated[kind.annotation, BeforeValidator(spell)])
 
 
-def _strategy(value: object) -> object:
-    """Converts a strategy's name or number, or `true` and `false` (reshard after forward)."""
-    words = {"true": True, "false": False}
-    value = words.get(value.lower(), value) if isinstance(value, str) else value
-    if isinstance(value, bool):
-        return _STRATEGIES[0 if value else 1]
-    if isinstance(number := _number(value), int) and 1 <= number <= len(_STRATEGIES):
-        return _STRATEGIES[number - 1]
-    return value.upper().removeprefix("_") if isinstance(value, str) else value
+def _becoming(key: str, path: str) -> Key:
+    """Returns the row of a key that stands for one of the JSON; DeepSpeed's may be "auto"."""
+    kind = JSON_KEYS[path].kind
+    if key.startswith(DEEPSPEED):
+        kind = ValueKind(f'{kind.says} or "auto"', kind.annotation | k.choice("auto").annotation)
+    return Key(key, _PATH if "path" in key else kind, None)
 
 
-_NON_NEGATIVE, _POSITIVE = _before(k.NON_NEGATIVE, _number), _before(k.POSITIVE, _number)
-_PATH = _before(k.optional(k.TEXT), _none)
-_STRATEGY = _before(k.choice(*_STRATEGIES), _strategy)
-_RESHARD = ValueKind(f"true, false or {_STRATEGY.says}", _STRATEGY.annotation)
-_PROCESSES = _before(
-    ValueKind("a number of processes (-1: not said)", Annotated[int, Field(strict=True, ge=-1)]),
-    _number,
+def _none(value: object) -> object:
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+_PATH = ValueKind("a string or null", Annotated[str | None, BeforeValidator(_none)])
+# YAML 1.1 reads an unquoted no as false.
+_TYPE = _word(*TYPES, FALSE="NO", **{name: name for name in REFUSED_TYPES})
+_DTYPE = _word("no", "fp16", "bf16", "fp8", FALSE="no")
+# True and false say whether to reshard after the forward pass.
+_NUMBERS = {str(number): name for number, name in enumerate(STAGES, 1)}
+_NAMED = _word(*STAGES, TRUE="FULL_SHARD", FALSE="SHARD_GRAD_OP", **_NUMBERS)
+_STRATEGY = ValueKind(f"true, false or {_NAMED.says}", _NAMED.annotation)
+_PROCESSES = ValueKind(
+    "a number of processes (-1: not said)", Annotated[int, Field(strict=True, ge=-1)]
 )
-_VERSION = _before(ValueKind("1 or 2", Literal[1, 2]), _number)
 _XLA = "every step is one compiled program, whose collectives the compiler schedules"
 _INIT = "zero.init creates every array sharded from the start"
+_WRAP = "nothing is wrapped: each parameter is gathered where it is used, and dropped"
 _LAUNCH = "`zerojax launch --config-file` takes it"
+_BATCH = "the batch is spread over all devices"
 _DEVICES = f"{_LAUNCH}; zerojax.zero takes the devices that JAX has"
 
 BECOMES = {
-    f"{DEEPSPEED}.{name}": path
-    for name, path in {
-        "zero_stage": f"{ZERO}.stage",
-        "offload_optimizer_device": f"{ZERO}.offload_optimizer.device",
-        "offload_optimizer_nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
-        "offload_param_device": f"{ZERO}.offload_param.device",
-        "offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
-        "zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "gradient_clipping": "gradient_clipping",
-    }.items()
+    f"{DEEPSPEED}.zero_stage": f"{ZERO}.stage",
+    f"{DEEPSPEED}.offload_optimizer_device": f"{ZERO}.offload_optimizer.device",
+    f"{DEEPSPEED}.offload_optimizer_nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
+    f"{DEEPSPEED}.offload_param_device": f"{ZERO}.offload_param.device",
+    f"{DEEPSPEED}.offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
+    f"{DEEPSPEED}.zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+    f"{DEEPSPEED}.gradient_accumulation_steps": "gradient_accumulation_steps",
+    f"{DEEPSPEED}.gradient_clipping": "gradient_clipping",
+    f"{FSDP}.fsdp_activation_checkpointing_offload": "activation_checkpointing.cpu_checkpointing",
 }
-"""The JSON key for each YAML key that stands for exactly one."""
+"""The JSON key for each YAML key that stands for exactly one, with the same values."""
 
 _TRANSLATED = (
+    *(_becoming(key, path) for key, path in BECOMES.items()),
     Key("compute_environment", k.TEXT, "LOCAL_MACHINE", "processes start on machines of yours"),
-    Key("distributed_type", _before(k.TEXT, _upper), "NO"),
-    Key("mixed_precision", _before(k.choice("no", "fp16", "bf16", "fp8"), _no), "no"),
-    Key("fp16", k.FLAG, False, "the old name of mixed_precision: fp16"),
-    *(Key(key, _PATH if "path" in key else _or_auto(path), None) for key, path in BECOMES.items()),
+    Key("distributed_type", _TYPE, "NO", "deepspeed_config or fsdp_config says what is sharded"),
+    Key("mixed_precision", _DTYPE, "no"),
+    Key("fp16", k.FLAG, False, "an old name; mixed_precision has precedence"),
     Key(f"{DEEPSPEED}.deepspeed_config_file", _PATH, None),
-    Key(f"{FSDP}.fsdp_version", _VERSION, 1, "the strategy is read in the form of either version"),
+    Key(f"{FSDP}.fsdp_version", ValueKind("1 or 2", Literal[1, 2]), 1, "both forms are read"),
     Key(f"{FSDP}.fsdp_sharding_strategy", _STRATEGY, "FULL_SHARD"),
-    Key(f"{FSDP}.fsdp_reshard_after_forward", _RESHARD, "FULL_SHARD"),
-    Key(f"{FSDP}.fsdp_offload_params", k.FLAG, False),
-    Key(f"{FSDP}.fsdp_activation_checkpointing_offload", k.FLAG, False),
-    Key(f"{PARALLELISM}.parallelism_config_dp_replicate_size", _POSITIVE, 1),
-    Key(f"{PARALLELISM}.parallelism_config_dp_shard_size", _POSITIVE, 1),
+    Key(f"{FSDP}.fsdp_reshard_after_forward", _STRATEGY, "FULL_SHARD"),
+    Key(f"{FSDP}.fsdp_offload_params", k.FLAG, False, "true: the state is in host memory"),
+    Key(f"{PARALLELISM}.parallelism_config_dp_replicate_size", k.POSITIVE, 1, _BATCH),
+    Key(f"{PARALLELISM}.parallelism_config_dp_shard_size", k.POSITIVE, 1, _BATCH),
     Key("num_processes", _PROCESSES, -1, _DEVICES, "left to launch"),
-    Key("num_machines", _POSITIVE, 1, _DEVICES, "left to launch"),
+    Key("num_machines", k.POSITIVE, 1, _DEVICES, "left to launch"),
     Key("gpu_ids", k.ANYTHING, "all", _DEVICES, "left to launch"),
     Key("use_cpu", k.FLAG, False, _DEVICES, "left to launch"),
-    Key("machine_rank", _NON_NEGATIVE, 0, _LAUNCH, "left to launch"),
+    Key("machine_rank", k.NON_NEGATIVE, 0, _LAUNCH, "left to launch"),
     Key("main_process_ip", k.optional(k.TEXT), None, _LAUNCH, "left to launch"),
-    Key("main_process_port", k.optional(_NON_NEGATIVE), None, _LAUNCH, "left to launch"),
+    Key("main_process_port", k.optional(k.NON_NEGATIVE), None, _LAUNCH, "left to launch"),
     Key(f"{DEEPSPEED}.deepspeed_hostfile", _PATH, None, _LAUNCH, "left to launch"),
 )
 """The keys that set something, with Accelerate's defaults."""
 
-_LEFT_TO_XLA = {
-    "": {"dynamo_backend": _XLA},
-    "dynamo_config": {
-        "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
-        "dynamo_use_regional_compilation": _XLA
-    },
-    FSDP: {"fsdp_backward_prefetch fsdp_forward_prefetch": _XLA},
-}
-
-_NO_EFFECT = {
+_WITHOUT_EFFECT = {
     "": {
-        "rdzv_backend same_network mpirun_config": "`zerojax launch` joins the processes",
-        "main_training_function": "`zerojax launch` runs the script",
-        "enable_cpu_affinity": "`zerojax launch` binds processes to CPUs by itself",
-        "debug": "zerojax checks a batch's shapes by itself",
-        "downcast_bf16": "mixed_precision says the dtype",
-        "fp8_config": "it is for mixed_precision fp8",
-        "megatron_lm_config": "it is for distributed_type MEGATRON_LM",
-        "ipex_config": "it is for Intel's extension of PyTorch",
+        "dynamo_backend": _XLA,
+        "rdzv_backend same_network mpirun_config main_training_function enable_cpu_affinity": (
+            "`zerojax launch` starts and joins the processes, and binds them to CPUs, by itself"
+        ),
+        "debug downcast_bf16 fp8_config megatron_lm_config ipex_config": "it steers PyTorch",
         "tpu_name tpu_zone tpu_vm tpu_env command_file commands tpu_use_cluster tpu_use_sudo": (
             "start TPUs with `zerojax launch --kubernetes`, or with your own command on each host"
         ),
     },
+    "dynamo_config": {
+        "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
+        "dynamo_use_regional_compilation": _XLA
+    },
     DEEPSPEED: {
         "zero3_init_flag": _INIT,
-        "deepspeed_moe_layer_cls_names": "experts are parameters like others",
-        "deepspeed_inclusion_filter deepspeed_exclusion_filter": "use launch --include, --exclude",
-        "deepspeed_multinode_launcher": "`zerojax launch` starts hosts with mpirun",
+        "deepspeed_moe_layer_cls_names": _WRAP,
+        "deepspeed_inclusion_filter deepspeed_exclusion_filter deepspeed_multinode_launcher": (
+            "`zerojax launch` starts hosts with mpirun, and takes --include and --exclude"
+        ),
     },
     FSDP: {
+        "fsdp_backward_prefetch fsdp_forward_prefetch": _XLA,
         "fsdp_activation_checkpointing": "put nn.remat around the model's blocks",
         "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params "
-        "fsdp_use_orig_params": (
-            "nothing is wrapped: each parameter is gathered where it is used, and dropped"
-        ),
+        "fsdp_use_orig_params": _WRAP,
         "fsdp_state_dict_type": "`python -m zerojax export` writes unsharded weights",
         "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states": _INIT,
     },
@@ -184,6 +172,7 @@ _NO_EFFECT = {
         "parallelism_config_sp_attn_implementation": "no sequence is divided"
     },
 }
+"""The reasons for the keys that zerojax accepts at any value; those of `_XLA` are left to XLA."""
 
 _WRITTEN = {
     "rdzv_backend": "static",
@@ -208,17 +197,19 @@ _OFF: dict[str, dict[str, object]] = {
 }
 
 
-def _rows() -> Iterator[Key]:
-    yield from _TRANSLATED
-    yield from without_effect("left to XLA", _LEFT_TO_XLA)
-    for key in without_effect("no effect", _NO_EFFECT):
-        yield replace(key, default=_WRITTEN.get(key.path, False))
-    for key in off_only(_OFF):
-        yield replace(key, kind=_before(key.kind, _number))
+def _without_effect() -> Iterator[Key]:
+    for key in without_effect("no effect", _WITHOUT_EFFECT):
+        treatment: Treatment = "left to XLA" if key.why == _XLA else "no effect"
+        yield replace(key, treatment=treatment, default=_WRITTEN.get(key.path, False))
 
 
-KEYS: dict[str, Key] = {key.path: key for key in _rows()}
+KEYS: dict[str, Key] = {
+    key.path: key for key in (*_TRANSLATED, *_without_effect(), *off_only(_OFF))
+}
 """Every key, by its dotted path."""
+
+SECTIONS = frozenset(path.partition(".")[0] for path in KEYS if "." in path)
+"""The keys that contain further keys."""
 
 PREFIXES = {FSDP: "fsdp_", "dynamo_config": "dynamo_"}
 """The prefix that Accelerate adds to keys of a section that lack it."""

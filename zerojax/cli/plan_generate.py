@@ -95,10 +95,7 @@ def _abstract(
     if isinstance(state, tuple):
         return state[0], None
     if model is None:
-        raise TypeError(
-            "--generate needs a flax model, and the function returns a zerojax.Workload without "
-            "one: write zerojax.Workload(..., model=model)"
-        )
+        raise TypeError("--generate needs zerojax.Workload(..., model=model), a flax model")
     return model, state.params
 
 

@@ -166,8 +166,7 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
         return model
     if not isinstance(model, linen.Module | nnx.Module):
         raise TypeError(
-            f"a {type(model).__name__} is no flax model: return a linen module, an nnx.Module, or "
-            "zerojax.Workload(create_state, train_step, batch)"
+            f"a {type(model).__name__} is no flax model: return one, or a zerojax.Workload"
         )
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)}

@@ -169,4 +169,4 @@ def test_bounds_that_hold_nothing() -> None:
         zerojax.fit({"autotuning": {"metrik": "latency"}}, small, rates=room(10**9))
     off = {"autotuning": {**section, "enabled": False}, "train_micro_batch_size_per_gpu": 8}
     space, rest = left_open(off, None, 8, [None])
-    assert (space.sizes(), rest["autotuning"]["enabled"]) == ([8], False)
+    assert (space.batches.sizes(), rest["autotuning"]["enabled"]) == ([8], False)

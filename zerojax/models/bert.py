@@ -122,12 +122,10 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        c, fields = self.config, (self.config, self.deterministic, SelfAttention)
+        c, fields = self.config, (self.deterministic, SelfAttention)
         keys = None if mask is None else mask[:, None, None, :].astype(bool)
         layers = range(c.num_hidden_layers)
-        return run_blocks(
-            Block, fields, x, keys, layers=layers, name="layer", scan=c.scan, remat=c.remat
-        )[0]
+        return run_blocks(Block, c, fields, x, keys, layers=layers, name="layer")[0]
 
 
 class Bert(nn.Module):

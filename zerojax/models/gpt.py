@@ -234,9 +234,9 @@ class GPT(nn.Module):
         x = layout.embedded(wte, tokens) + wpe(at)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, _ = run_blocks(
-            Block, (c, deterministic, attention, layout, kernels), x,
+            Block, c, (deterministic, attention, layout, kernels), x,
             padding_mask(attention_mask, tokens), positions,
-            layers=range(c.n_layer), name="h", scan=c.scan, remat=c.remat,
+            layers=range(c.n_layer), name="h",
         )  # fmt: skip
         x = normalize(_layer_norm(c, "ln_f"), x, kernels)
         if kernels and targets is not None and not c.num_labels:

@@ -118,7 +118,6 @@ class Trainer(ScriptMethods):
     callbacks: Callbacks
     train_dataset: data.AnyDataset | None
     eval_dataset: data.AnyDataset | Mapping[str, data.AnyDataset] | None
-    processing_class: Any
     epochs: data.Epochs
     zero: Zero
     state: TrainerState

@@ -41,10 +41,9 @@ class Format(Generic[Config]):
       from_hf: Converts a `config.json` to a config.
       to_hf: Converts a config to a `config.json`.
       names: Returns the tensors of a model's parameters.
-      needed: Fields that a checkpoint must state, in addition to those without a default.
       model: The model's class, called with the config.
       loss: The loss of a bound model and a batch, for the Trainer; see `zerojax.models.losses`.
-      inputs: Returns the arguments of `model.init` as `jax.ShapeDtypeStruct`; one token by default.
+      needed: Fields that a checkpoint must state, in addition to those without a default.
       head: Patterns of the parameters that have no tensors after pretraining, so that a model
         that is loaded for training starts with new ones.
     """
@@ -53,12 +52,15 @@ class Format(Generic[Config]):
     from_hf: Callable[[Json], Config]
     to_hf: Callable[[Config], Json]
     names: Callable[[Config], weights.Names]
-    needed: Sequence[str] = ()
-    _: dataclasses.KW_ONLY
     model: Callable[[Config], nn.Module]
     loss: Loss
-    inputs: Callable[[Config], Sequence[jax.ShapeDtypeStruct]] = lambda config: (TOKEN,)
+    needed: Sequence[str] = ()
     head: Sequence[str] = ()
+
+    @property
+    def inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arguments of `model.init`: the source and the target of an encoder-decoder."""
+        return (TOKEN, TOKEN) if hasattr(self.model, "encode") else (TOKEN,)
 
     def read_config(self, folder: Path) -> Config:
         """Reads a folder's `config.json`, and keeps its `generation_config.json`.

@@ -21,7 +21,7 @@ from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.published_tables import giga
 from zerojax.devices.mesh import laid_out
 from zerojax.foresight.devices import parse_devices
-from zerojax.generation.forecast import GenerationForecast, forecast
+from zerojax.generation.forecast import Batch, GenerationForecast, forecast
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
 from zerojax.models.tensor_parallel import TensorParallel
 
@@ -95,7 +95,7 @@ def run(case: Case) -> GenerationForecast:
     if case.bits < 16:
         params = zerojax.quantize_weights(params, case.bits)
     return forecast(
-        model, params, rows=1, prompt=PROMPT, max_new_tokens=NEW, mesh=mesh, rates=rates,
+        model, params, Batch(1, PROMPT, NEW), mesh=mesh, rates=rates,
         weights="by_layer" if case.host else "gathered",
     )  # fmt: skip
 

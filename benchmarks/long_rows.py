@@ -137,7 +137,7 @@ def compiled(case: Case) -> Step:
         forecast.peak.bytes,
         dict(forecast.peak.memory),
         forecast.host_bytes,
-        forecast.peak.again,
+        forecast.peak.again.instructions,
         {each.kind: each.bytes for each in forecast.traffic},
         case.shared * 3 * bytes_a_pass * (case.devices - 1) / case.devices,
         forecast.seconds,

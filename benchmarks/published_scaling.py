@@ -130,11 +130,11 @@ def _maxtext(devices: int) -> Setup:
 def _maxtext_why(devices: int, forecasts: Mapping[int, Forecast]) -> str:
     forecast, one = forecasts[devices], forecasts[HOST]
     if devices == HOST:
-        share, slower = forecast.rates.matrix_share, MAXTEXT[HOST] / _teraflops(forecast)
+        shares, slower = forecast.rates.reached.shares, MAXTEXT[HOST] / _teraflops(forecast)
         return (
             f"collectives stay inside the host and {_waited(forecast) * 1e3:.0f} ms of them are "
             "waited for, so that the difference is not of links: it is as if products reached "
-            f"{share * slower:.0%} of their peak, for which the roofline has {share:.0%}"
+            f"{shares['matrix'] * slower:.0%} of their peak, not {shares['matrix']:.0%}"
         )
     of_one = MAXTEXT[devices] / MAXTEXT[HOST], _teraflops(forecast) / _teraflops(one)
     reduced = next(each for each in forecast.traffic if each.kind == "all-reduce")
@@ -223,7 +223,7 @@ def _figures(forecasts: Mapping[Any, Forecast]) -> dict[str, object]:
         str(devices): figures(each)
         | {
             "seconds": each.seconds,
-            "network": each.rates.network,
+            "network": each.rates.links.between,
             "traffic": [dataclasses.asdict(kind) for kind in each.traffic],
         }
         for devices, each in forecasts.items()

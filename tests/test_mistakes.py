@@ -367,7 +367,7 @@ MISTAKES = [
     Mistake("zerojax launch trian.py", "check the path"),
     Mistake("zerojax launch --nproc-per-node eight train.py", "expected 8"),
     Mistake("zerojax launch --hostfile hosts --include worker-7 train.py", "worker-0, worker-1"),
-    Mistake("zerojax launch --hostfile hosts --nproc-per-node 3 train.py", "slots=3"),
+    Mistake("zerojax launch --hostfile hosts --nproc-per-node 3 train.py", "lower it"),
     Mistake("zerojax launch --hostfile ds.json train.py", "`HOST slots=N`"),
     Mistake("zerojax launch --num-nodes 2 train.py", "--node-rank and --coordinator"),
 ]

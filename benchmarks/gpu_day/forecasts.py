@@ -113,14 +113,14 @@ def step(case: int | None) -> dict[str, Any]:
 
 
 def proposal(found: Mapping[str, Any], peaks: Rates) -> dict[str, float]:
-    """Entries of ``device_kinds.json``'s ``common`` as the device's rates would have them.
+    """Entries of ``device_kinds.json`` as the device's rates would have them.
 
     The shares of products, attention and memory come from the instructions of training steps
     (:mod:`benchmarks.gpu_day.calibration`).
     """
     shares: dict[str, float] = {}
     if "each_way_at_once" in (host := found.get("host", {})):
-        shares["host_share"] = min(host["to_the_host"], host["to_the_device"]) / peaks.host
+        shares["host"] = min(host["to_the_host"], host["to_the_device"]) / peaks.host
     if "seconds" in (launch := found.get("launch", {})):
         shares["launch"] = launch["seconds"]
     if "write" in (disk := found.get("disk", {})):

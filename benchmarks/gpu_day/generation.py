@@ -13,7 +13,7 @@ from benchmarks.gpu_day import models
 from benchmarks.gpu_day.measurement import attempts
 from benchmarks.kernel_times import median_seconds
 from zerojax.devices.rates import kind_of, rates
-from zerojax.generation.forecast import forecast
+from zerojax.generation.forecast import Batch, forecast
 
 
 def tokens(size: Mapping[str, Any], rows: int, prompt: int, new: int) -> Iterator[dict[str, Any]]:
@@ -42,10 +42,8 @@ def tokens(size: Mapping[str, Any], rows: int, prompt: int, new: int) -> Iterato
         a_token = (seconds(new) - seconds(new // 2)) / (new - new // 2)
         found = {"seconds": a_token, "tokens_per_second": rows / a_token}
         if (kind := kind_of(jax.devices()[0])) is not None:
-            predicted = forecast(
-                model, weights, rows=rows, prompt=prompt, max_new_tokens=new,
-                mesh=mesh, rates=rates(kind),
-            )  # fmt: skip
+            batch = Batch(rows, prompt, new)
+            predicted = forecast(model, weights, batch, mesh=mesh, rates=rates(kind))
             found["forecast"] = predicted.token.seconds
         return found
 

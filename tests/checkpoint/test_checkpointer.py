@@ -85,7 +85,7 @@ def test_a_step_that_is_retired_while_it_is_read(
     with Checkpointer(tmp_path, zero, read_only=True) as reader:
         with monkeypatch.context() as patch:
             patch.setattr(checkpointer_module, "restore", gone)
-            with pytest.raises(CheckpointError, match=r"step 2 was removed .* one of \[1, 3\]"):
+            with pytest.raises(CheckpointError, match=r"step 2 was removed: .* one of \[1, 3\]"):
                 reader.restore(abstract, 2)
         tries = [gone, checkpointer_module.restore]
         monkeypatch.setattr(checkpointer_module, "restore", lambda *a: tries.pop(0)(*a))

@@ -96,7 +96,7 @@ def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_best": 2}, "pass all three"),
+        ({"keep_best": 2}, "pass all"),
         ({"mode": "maximum"}, "pass min or max"),
     ],
 )

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.cli.options import StepOptions
 from zerojax.cli.planned import Planned
 from zerojax.config import ZeroConfig
 from zerojax.devices.rates import rates
 from zerojax.foresight.choice import Choice
-from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic
+from zerojax.foresight.forecast import Compile, Forecast, ProgramCost, Traffic
 
 GB = 10**9
 GIVEN = Choice(stage=3, micro=4, accumulation=2, remat=False)
@@ -23,7 +24,7 @@ def cost(name: str = "step", **other: Any) -> ProgramCost:
     )
     made = dict(
         name=name, memory=sizes, host=0, seconds=2.0, forward=2e14,
-        traffic=traffic, compile_seconds=12.0,
+        traffic=traffic, compile=Compile(12.0),
     )  # fmt: skip
     return ProgramCost(**{**made, **other})
 
@@ -48,5 +49,6 @@ def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Foreca
 
 
 def planned(found: Forecast | None = None, **other: Any) -> Planned:
-    made = dict(model="mine:[red]", config="a.json", seq=1024, choice=GIVEN)
+    asked = StepOptions("mine:[red]", "h100:8", 64, 1024, None, None, None, as_json=False)
+    made = dict(asked=asked, config="a.json", choice=GIVEN)
     return Planned(forecast=found or forecast(), **{**made, **other})

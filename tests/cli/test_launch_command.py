@@ -42,11 +42,11 @@ def launch(words: str, **environ: str) -> Result:
         ("--num-nodes 2 train.py", "several machines need --hostfile, or --node-rank"),
         (
             "--num-nodes 2 --node-rank 0 --coordinator a:1 --max-restarts 1 train.py",
-            "restarts all machines together",
+            "excludes --node-rank",
         ),
         ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: "),
-        ("--include localhost:0 train.py", "choose GPUs, and there are none"),
-        ("--slurm='' --nproc-per-node 2 train.py", "sbatch is not installed"),
+        ("--include localhost:0 train.py", "need GPUs here"),
+        ("--slurm='' --nproc-per-node 2 train.py", "no sbatch here"),
     ],
 )
 def test_errors_before_any_work(words: str, says: str) -> None:

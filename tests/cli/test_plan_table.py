@@ -10,7 +10,7 @@ from cli.made_up import GB, GIVEN, cost, forecast, planned
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.devices.rates import rates
-from zerojax.foresight.forecast import Traffic
+from zerojax.foresight.forecast import Again, Traffic
 from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
 
@@ -102,7 +102,7 @@ def test_a_warning_before_xla_computes_values_again(capsys: pytest.CaptureFixtur
     begins = 10 * GB + 0.95 * (0.8 * 84942979072 - 10 * GB)
 
     def told(peak: float, again: int = 0, remat: bool | None = False) -> str:
-        repeated = {"again": again, "bytes_again": 3 * GB, "seconds_again": 0.02} if again else {}
+        repeated = {"again": Again(again, 3 * GB, 0.02)} if again else {}
         memory = {"activations": int(peak)}
         found = forecast(cost(memory=memory, arguments=10 * GB, **repeated))
         assert found.spare == pytest.approx(begins - peak, abs=2)

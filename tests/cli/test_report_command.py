@@ -19,7 +19,6 @@ H100 = Devices(
     processes=2,
     memories=("device", "pinned_host"),
     limit=63_000_000_000,
-    in_use=0,
     driver="PJRT C API, cuda 13000",
     capability="9.0",
 )
@@ -62,7 +61,6 @@ def test_the_tables_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -
         "2 processes",
         "device, pinned_host",
         "63 GB each for a program",
-        "0 B in use by this process",
         "compute capability 9.0",
         "PJRT C API, cuda 13000",
     ]

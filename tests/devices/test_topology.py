@@ -110,4 +110,5 @@ def test_missing_wheels(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_kind_has_its_source() -> None:
     kinds = device_kinds()
-    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], "rates", "common", "latency"}
+    shared = {"rates", "reached", "common", "latency"}
+    assert set(kinds["sources"]) == {*kinds["gpu"], *kinds["tpu"], *shared}

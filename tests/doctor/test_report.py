@@ -53,7 +53,6 @@ def test_the_devices_of_the_tests() -> None:
     assert (found.platform, found.count, found.processes) == ("cpu", jax.device_count(), 1)
     assert "pinned_host" in found.memories
     assert found.limit is None
-    assert found.in_use is None
 
 
 def test_nothing_is_missing(install: Install) -> None:

@@ -64,8 +64,7 @@ def planned(**xla: str) -> Any:
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_stacks_of_a_loop_that_gathers_ahead_are_not_counted_twice() -> None:
     kept, counted_twice = planned(), planned(xla_disable_hlo_passes="")
-    assert kept.again == 0
-    assert counted_twice.again > 0
+    assert kept.again.instructions == 0 < counted_twice.again.instructions
     assert kept.seconds < 0.9 * counted_twice.seconds
     assert 12 * GIGA < kept.bytes < rates("l4").room
 
@@ -106,4 +105,4 @@ def test_a_program_that_does_not_fit_is_compiled_with_the_pass(
     known = ParameterShapes(frozenset(), 0)
     measured = measure_memory(lowered, known, small, (0,), several=False)
     assert measured.arguments == chosen
-    assert (measured.recomputing, measured.rematerializes) == (recomputing, recomputing)
+    assert measured.compile.recomputing == measured.compile.rematerializes == recomputing

@@ -12,8 +12,8 @@ from generation.test_generate import create, gpt, params_of
 
 import zerojax
 from examples import nnx_gpt as example
-from zerojax.generation.beam_search import Search
-from zerojax.generation.program import OPERATION, Generation, KeptPrograms
+from zerojax.generation.beam_search import Ends, Search
+from zerojax.generation.program import OPERATION, Generation, KeptPrograms, Storage
 from zerojax.generation.prompts import Prompts
 from zerojax.generation.sampling import Sampling
 from zerojax.models.gpt import SIZES, GPTConfig
@@ -165,7 +165,7 @@ def test_calls_of_equal_shapes_share_programs(compiles: list[str]) -> None:
 
 def test_programs_are_kept_up_to_their_bytes() -> None:
     def generation(common: int) -> Any:
-        rest: Any = ((), 0, (), None, (), None, (), Search())
+        rest: Any = (Ends((), 0), Storage(None, (), None, ()), Search())  # type: ignore[arg-type]
         return Generation(None, None, Sampling(), common, *rest)  # type: ignore[arg-type]
 
     kept = KeptPrograms(most=OPERATION * 100)

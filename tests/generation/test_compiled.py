@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from zerojax.devices.mesh import laid_out
 from zerojax.foresight.devices import parse_devices
-from zerojax.generation.forecast import GenerationForecast, forecast
+from zerojax.generation.forecast import Batch, GenerationForecast, forecast
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
 from zerojax.models.tensor_parallel import TensorParallel
 
@@ -46,10 +46,8 @@ def found(
 
     params = zero.abstract_state(create).params
     params = params if bits == 16 else zerojax.quantize_weights(params, bits)
-    return forecast(
-        model, params, rows=rows, prompt=128, max_new_tokens=128, mesh=mesh, rates=rates,
-        weights=weights,
-    )  # fmt: skip
+    batch = Batch(rows, prompt=128, new=128)
+    return forecast(model, params, batch, mesh=mesh, rates=rates, weights=weights)
 
 
 def test_13b_from_host_memory_fits_in_6_gb() -> None:

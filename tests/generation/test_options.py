@@ -27,7 +27,7 @@ def options(generation: Any = None, config: Any = None, **given: Any) -> Options
 
 def test_a_folder_says_the_defaults() -> None:
     assert options().eos is None
-    assert options(config={"eos_token_id": 5, "pad_token_id": -1})[3:] == ((5,), None, ())
+    assert options(config={"eos_token_id": 5, "pad_token_id": -1})[3:6] == ((5,), None, ())
     both = options({"eos_token_id": [6, 7], "forced_eos_token_id": 7}, {"eos_token_id": 5})
     assert (both.eos, both.forced_eos) == ((6, 7), (7,))
     off = options({"eos_token_id": 6, "forced_eos_token_id": 6}, eos=(), forced_eos=())

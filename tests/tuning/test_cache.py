@@ -11,13 +11,13 @@ import pytest
 from zerojax.devices.rates import rates
 from zerojax.foresight.attribution import ParameterShapes
 from zerojax.foresight.costs import Measurement
-from zerojax.foresight.forecast import Traffic
+from zerojax.foresight.forecast import Compile, Traffic
 from zerojax.tuning.cache import Cache
 
 TRAFFIC = Traffic("all-gather", ("bfloat16", "float32"), 3, 1 << 20, 0, 0.25, 0.125)
 MEASURED = Measurement(
     memory={"parameters": 80 << 30, "activations": 5}, seconds=0.5, traffic=(TRAFFIC,),
-    compile_seconds=7.0,
+    compile=Compile(7.0),
 )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def ask(folder: Path) -> tuple[Measurement, bool]:
 
 def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
     assert ask(tmp_path) == (MEASURED, False)
-    assert ask(tmp_path) == (dataclasses.replace(MEASURED, compile_seconds=0.0), True)
+    assert ask(tmp_path) == (dataclasses.replace(MEASURED, compile=Compile(0.0)), True)
 
 
 @pytest.mark.parametrize("value", ["x", None])

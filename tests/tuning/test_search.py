@@ -9,7 +9,7 @@ from zerojax.foresight.attribution import ACTIVATIONS, PARAMETERS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.trials import Trial
 from zerojax.tuning.search import listed, ranked, search
-from zerojax.tuning.space import Space
+from zerojax.tuning.space import Batches, Space
 
 GB = 10**9
 
@@ -148,7 +148,8 @@ def test_what_xla_computes_again_is_not_proposed_where_another_is_as_fast(
 def test_pipeline_stages_are_tried_where_the_network_binds(share: float) -> None:
     trials = MadeUp(24 * GB, lambda choice: (4 * GB,), lambda choice: (GB,))
     trials.network_share = share
-    space = Space(stages=(1, 3), offloads=("none",), live=0, rows=8, pipelines=(2, 4))
+    batches = Batches(rows=8)
+    space = Space(stages=(1, 3), batches=batches, offloads=("none",), live=0, pipelines=(2, 4))
     found = [each.choice for each in search(trials, space).ranking if each.choice.pipeline > 1]
     tried = {(each.pipeline, each.stage, each.micro, each.accumulation) for each in found}
     want = {(n, stage, 2, 4 * n) for n in (2, 4) for stage in (1, 3)}

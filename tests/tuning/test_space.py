@@ -6,7 +6,7 @@ import pytest
 
 from zerojax.config import load
 from zerojax.foresight.choice import Choice
-from zerojax.tuning.space import Space, left_open
+from zerojax.tuning.space import Batches, left_open
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_the_stages_and_offloads_that_may_be_tried(
 def test_pipeline_stages_have_the_same_rows(given: Any, micro: int, accumulation: int) -> None:
     """Unless the config has both sizes: a stage's devices are fewer."""
     before = Choice(stage=3, micro=8, offload="optimizer")
-    choice = Space(**given).in_stages(before, 2)
+    choice = Batches(**given).in_stages(before, 2)
     assert (choice.micro, choice.accumulation) == (micro, accumulation)
     assert (choice.pipeline, choice.offload) == (2, "none")
     assert choice.rows(16) == before.rows(16) // (2 if len(given) == 2 else 1)

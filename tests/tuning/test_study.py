@@ -173,7 +173,7 @@ def test_what_a_config_gives_is_kept() -> None:
         "fp16": {"enabled": True},
     }
     space, rest = left_open(config, None, 8, [False, True])
-    assert space.sizes() == [4]
+    assert space.batches.sizes() == [4]
     assert space.stages == (0, 1, 2, 3)
     assert space.offloads == ("none", "optimizer")
     assert rest == {
@@ -182,9 +182,9 @@ def test_what_a_config_gives_is_kept() -> None:
         "fp16": {"enabled": True},
     }
     fixed, _ = left_open({"gradient_accumulation_steps": 4}, 64, 8, [None])
-    assert fixed.sizes() == [2]
-    assert fixed.choice(Choice(stage=1, micro=1), 2).accumulation == 4
-    assert left_open({}, 48, 8, [None])[0].sizes() == [1, 2, 3, 6]
+    assert fixed.batches.sizes() == [2]
+    assert fixed.batches.choice(Choice(stage=1, micro=1), 2).accumulation == 4
+    assert left_open({}, 48, 8, [None])[0].batches.sizes() == [1, 2, 3, 6]
     with pytest.raises(ConfigError, match="write 8 or 16"):
         left_open({}, 12, 8, [None])
     with pytest.raises(ConfigError, match="64 in the config, 32 asked"):

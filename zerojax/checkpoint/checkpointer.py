@@ -100,10 +100,7 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         if not isinstance(zero, Zero):
-            raise CheckpointError(
-                f"zero: expected zerojax.zero(...), got {type(zero).__name__}: write "
-                "Checkpointer(folder, zerojax.zero(...))"
-            )
+            raise CheckpointError(f"zero: expected zerojax.zero(...), got {type(zero).__name__}")
         self.directory: epath.Path = steps_folder.opened(directory)
         self.zero = zero
         self._retention = Retention(keep, keep_best, metric, mode)
@@ -201,8 +198,8 @@ class Checkpointer:
         summary = "; ".join(f"{value} in {processes}" for value, processes in values.items())
         more = f" ({len(names) - 1} more arrays do too)" if names[1:] else ""
         raise CheckpointError(
-            f"{names[0]} of the state differs between the processes: {summary}{more}. Change "
-            "the state, as in state.replace(step=...), alike in all processes"
+            f"{names[0]} of the state differs between the processes: {summary}{more}. Change it "
+            "alike in all, as by state.replace(step=...)"
         )
 
     def wait(self) -> None:
@@ -291,7 +288,7 @@ class Checkpointer:
                 # The run that writes to the folder removed the step.
                 if step is not None:
                     raise CheckpointError(
-                        f"step {step} was removed meanwhile: restore one of {self.all_steps()}"
+                        f"step {step} was removed: restore one of {self.all_steps()}"
                     )
 
     def _with_offer(

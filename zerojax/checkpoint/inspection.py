@@ -47,13 +47,11 @@ class InspectedStep:
     """A step as found on disk.
 
     Attributes:
-      step: Its number; None for a folder without a record whose name is not a step number.
       folder: Its path.
       status: ``"complete"``: every array equals the saved one; ``"files complete"``: sizes and
         digests of the files match, and arrays were not read; ``"not verifiable"``: no record
         exists to compare with, or the operating system refuses to read the files;
         ``"damaged"``: there are problems.
-      saved: The time of the save, ISO 8601 in UTC; None for plain orbax.
       form: The kind of state; None if the arrays fit none that zerojax knows.
       record: The record that zerojax wrote; None for plain orbax.
       arrays: The arrays that can be opened.
@@ -62,16 +60,25 @@ class InspectedStep:
       notes: The reasons why the step could not be verified.
     """
 
-    step: int | None
     folder: str
     status: Status
-    saved: str | None
     form: Form | None
     record: Record | None
     arrays: tuple[InspectedArray, ...]
     bytes_on_disk: int
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def step(self) -> int | None:
+        """Its number; None for a folder without a record whose name is not a step number."""
+        named = steps_folder.step_of(epath.Path(self.folder))
+        return self.record.step if self.record and named is None else named
+
+    @property
+    def saved(self) -> str | None:
+        """The time of the save, ISO 8601 in UTC; None for plain orbax."""
+        return self.record.saved if self.record else None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -238,12 +245,9 @@ class StepInspector:
         record = self._record
         form = record.form if record else _form(self.arrays)
         intact: Status = "files complete" if quick else "complete"
-        named_step = steps_folder.step_of(self.folder)
         return InspectedStep(
-            step=record.step if record and named_step is None else named_step,
             folder=str(self.folder),
             status="damaged" if self._problems else "not verifiable" if self._notes else intact,
-            saved=record.saved if record else None,
             form=form,
             record=record,
             arrays=tuple(_inspected(array, form, record) for array in self.arrays),

@@ -52,8 +52,7 @@ def parameters(saved: SavedStep) -> dict[str, SavedArray]:
     }
     if not by_path:
         raise CheckpointError(
-            f"{saved.item} has {', '.join(roots)}, and nothing under {'.'.join(prefix)!r}: "
-            "export the parameters of a TrainState or of nnx.state((model, optimizer))"
+            f"{saved.item} has {', '.join(roots)}, and no parameters at {'.'.join(prefix)!r}"
         )
     streams = _streams(by_path)
     return {

@@ -137,8 +137,7 @@ def read(folder: epath.Path) -> Record | None:
         raise DamagedCheckpointError(f"{file} was changed after the save: its sha256 differs")
     if version > FORMAT:
         raise CheckpointError(
-            f"{file} has format {version}, this zerojax reads up to {FORMAT}: update zerojax, "
-            f"or read the state by orbax ({folder / 'state'})"
+            f"{file} has format {version}, this zerojax reads up to {FORMAT}: update zerojax"
         )
     with reading(file):
         try:
@@ -248,9 +247,7 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:
-                raise CheckpointError(
-                    f"{path}: the key {key!r} cannot be stored: use another string"
-                )
+                raise CheckpointError(f"{path}: the key {key!r} cannot be stored: use another")
         return {
             key: encode_json(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()
         }

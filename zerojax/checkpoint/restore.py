@@ -189,8 +189,7 @@ def _on_disk(
 def _check_arrays(params: PyTree) -> None:
     if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
-            f"restore takes an abstract state or its parameters, not a {type(params).__name__}: "
-            "write restore(zero.abstract_state(create_state, key))"
+            f"restore takes zero.abstract_state(create_state, key), not a {type(params).__name__}"
         )
 
 
@@ -367,8 +366,7 @@ def _check_kind(path: Path, x: jax.Array | StoredArray, struct: jax.ShapeDtypeSt
     """Raises CheckpointError for PRNG keys of another kind, or where only one of both is keys."""
     if x.dtype != struct.dtype and (is_key(x) or is_key(struct)):
         raise CheckpointError(
-            f"{'.'.join(path)} was saved as {x.dtype}, the state has {struct.dtype}: use one kind "
-            "of keys"
+            f"{'.'.join(path)} was saved as {x.dtype}, not {struct.dtype}: use one kind of keys"
         )
 
 

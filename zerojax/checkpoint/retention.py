@@ -44,8 +44,7 @@ class Retention:
             self.keep_best and self.keep is None
         ):
             raise CheckpointError(
-                f"keep={self.keep}, keep_best={self.keep_best}, metric={self.metric!r}: pass all "
-                "three to keep the best steps by a metric"
+                f"keep={self.keep}, keep_best={self.keep_best}, metric={self.metric!r}: pass all"
             )
         if self.mode not in _WORST:
             raise CheckpointError(f"mode={self.mode!r}: pass {' or '.join(_WORST)}")
@@ -60,8 +59,7 @@ class Retention:
             raise CheckpointError(f"metrics={metrics!r}: pass numbers by name")
         if self.metric is not None and self.metric not in (metrics or {}):
             raise CheckpointError(
-                f"step {step} has no metric {self.metric!r} to keep the best steps by: pass "
-                f"save(..., metrics={{{self.metric!r}: ...}})"
+                f"step {step} has no metric {self.metric!r}: pass save(..., metrics={{...}})"
             )
         if metrics is None:
             return None

@@ -77,9 +77,7 @@ class SavedArrays:
                     pass
             listing = "" if item else contents(self.folder)
         if item is None:
-            raise DamagedCheckpointError(
-                f"{self.folder} holds no arrays ({STATE}/{_METADATA}): {listing}"
-            )
+            raise DamagedCheckpointError(f"{self.folder} holds no arrays ({STATE}): {listing}")
         self.item = item
         with reading(item / _METADATA):
             metadata = json.loads(steps_folder.read(item / _METADATA).decode())
@@ -218,8 +216,7 @@ class SavedStep(SavedArrays):
             return self.record.extra
         if not 0 <= process < self.record.processes:
             raise CheckpointError(
-                f"{self.folder} has no extra of process {process}, only 0 to "
-                f"{self.record.processes - 1}"
+                f"{self.folder} has extras of {self.record.processes} processes, not of {process}"
             )
         return json.loads(steps_folder.read(records.extra_file(self.folder, process)).decode())
 
@@ -233,9 +230,8 @@ class SavedStep(SavedArrays):
             return
         processes = self.record.processes
         raise CheckpointError(
-            f"{self.folder}: {processes} processes each saved an extra, and {count} processes "
-            f"restore. Read them by extra(process=0) to extra(process={processes - 1}), and "
-            "divide them"
+            f"{self.folder}: {processes} processes each saved an extra, and {count} restore: read "
+            "them by extra(process=...), and divide them"
         )
 
     @property

@@ -88,9 +88,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     if scheme == "gs":
         return require_answer(path_of(f"gs://{rest}"))
     raise CheckpointError(
-        f"directory: {path} is a URL ({scheme}://), and orbax writes only to folders and to "
-        f"gs://. Pass a local folder (/{rest} for file://, ./{path} for that name), or a "
-        "mounted one"
+        f"directory: {path} is a {scheme}:// URL, not gs://. Pass a local folder, such as ./{rest}"
     )
 
 
@@ -106,9 +104,7 @@ def require_answer(path: epath.Path, seconds: float = 30.0) -> epath.Path:
         import fsspec
         import gcsfs  # noqa: F401
     except ImportError:
-        raise CheckpointError(
-            f"directory: {path} needs gcsfs: pip install -e '.[bucket]', or mount the bucket"
-        ) from None
+        raise CheckpointError(f"{path} needs gcsfs: pip install -e '.[bucket]'") from None
     # Tensorstore and other processes write to the bucket too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
 

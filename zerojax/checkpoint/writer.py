@@ -263,7 +263,7 @@ class Lock:
                 return False
             raise CheckpointError(
                 f"another run writes to {self._directory} ({holder or 'unknown process'}): "
-                "stop it, choose another folder, or pass Checkpointer(..., read_only=True)"
+                "stop it, or pass Checkpointer(..., read_only=True)"
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, _this_process().encode(), 0)
@@ -281,7 +281,7 @@ class Lock:
             what = "gone"
         raise CheckpointError(
             f"{self._directory} was removed or replaced while this run saved there: its lock, "
-            f"{LOCK}, is {what}. Nothing was saved: make a new Checkpointer"
+            f"{LOCK}, is {what}: make a new Checkpointer"
         )
 
     def release(self) -> None:

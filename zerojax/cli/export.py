@@ -104,8 +104,7 @@ def _function(path: str) -> Names:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"--names {path}: {error} (looked in PYTHONPATH and the current folder): pass "
-            "MODULE:FUNCTION, and set PYTHONPATH"
+            f"--names {path}: {error}: pass MODULE:FUNCTION, of PYTHONPATH or the current folder"
         ) from error
     if not callable(found) and not isinstance(found, weights.Names | Mapping):
         what = type(found).__name__

@@ -142,7 +142,7 @@ def _row(trial: Trial) -> dict[str, object]:
         "headroom": forecast.headroom,
         "host": forecast.host_bytes,
         "seconds": forecast.seconds,
-        "computed_again": sum(each.again for each in forecast.programs),
+        "computed_again": sum(each.again.instructions for each in forecast.programs),
         "bytes_again": forecast.bytes_again,
         "seconds_again": forecast.seconds_again,
     }

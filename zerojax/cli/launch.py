@@ -115,8 +115,7 @@ def launch(
             placement = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
             if any(option is not None for option in placement):
                 raise UsageError(
-                    f"{cluster.chosen()} places the processes: remove --hostfile, --include, "
-                    "--exclude, --node-rank, --coordinator and --mpi"
+                    f"{cluster.chosen()} places the processes: remove --hostfile and the like"
                 )
             status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
             raise typer.Exit(status)
@@ -126,9 +125,7 @@ def launch(
             hosts = select(read_hostfile(hostfile), include, exclude)
         elif include or exclude:
             if not find_gpus():
-                raise UsageError(
-                    "--include and --exclude choose GPUs, and there are none: pass --hostfile"
-                )
+                raise UsageError("--include and --exclude need GPUs here, or a --hostfile")
             hosts = select([Host("localhost", tuple(range(len(find_gpus()))))], include, exclude)
         counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, find_gpus)
         hosts = hosts and hosts[: len(counts)]
@@ -142,8 +139,7 @@ def launch(
             node = _node(node_rank or 0, counts, coordinator, hosts, local_gpus, environ)
             if len(counts) > 1 and max_restarts:
                 raise UsageError(
-                    "--max-restarts restarts all machines together, and --node-rank starts one: "
-                    "use --hostfile with mpirun, Slurm or Kubernetes"
+                    "--max-restarts excludes --node-rank: use --hostfile, Slurm or Kubernetes"
                 )
             if node.gpus is not None:
                 local_gpus = [gpu for gpu in local_gpus if gpu.name in node.gpus]
@@ -212,9 +208,7 @@ def _counts(
     counts = tuple(map(int, given.split(","))) if given else ()
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
-            raise UsageError(
-                f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts: lower it"
-            )
+            raise UsageError(f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts")
         hosts = hosts[:num_nodes]
     elif max(num_nodes or 1, len(counts)) > 1 and node_rank is None:
         raise UsageError("several machines need --hostfile, or --node-rank and --coordinator")
@@ -222,9 +216,7 @@ def _counts(
     if len(counts) == 1:
         counts *= machines
     if counts and len(counts) != machines:
-        raise UsageError(
-            f"--nproc-per-node {given} does not fit {machines} machines: pass one number"
-        )
+        raise UsageError(f"--nproc-per-node {given}: {machines} machines take one number")
     if node_rank is not None and node_rank >= machines:
         raise UsageError(f"--node-rank {node_rank} must be below the {machines} machines")
     if hosts is None:
@@ -232,8 +224,7 @@ def _counts(
     for host, count in zip(hosts, counts, strict=bool(counts)):
         if count > len(host.slots):
             raise UsageError(
-                f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots: lower it, or "
-                f"write slots={count} in the hostfile"
+                f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots: lower it"
             )
     return counts or tuple(len(host.slots) for host in hosts)
 
@@ -257,8 +248,7 @@ def _node(
         return Node(rank, counts, address)
     if slots[-1] >= len(here):
         raise UsageError(
-            f"{hosts[rank].name} has slots up to {slots[-1]}, and this machine {len(here)} GPUs: "
-            "correct the hostfile, or set JAX_PLATFORMS=cpu"
+            f"{hosts[rank].name} has slots up to {slots[-1]}, but {len(here)} GPUs: edit hostfile"
         )
     return Node(rank, counts, address, tuple(here[slot].name for slot in slots))
 

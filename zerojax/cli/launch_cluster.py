@@ -45,9 +45,7 @@ def start(
 ) -> int:
     """Submits a job to the cluster, or prints the submission; returns the exit status."""
     if nproc_per_node is None or not re.fullmatch("[1-9][0-9]{0,5}", nproc_per_node):
-        raise UsageError(
-            f"{cluster.chosen()} needs --nproc-per-node N, the processes of each machine"
-        )
+        raise UsageError(f"{cluster.chosen()} needs --nproc-per-node, for each machine")
     count = int(nproc_per_node)
     if cluster.slurm is not None:
         script = slurm.batch_script(job, nodes, count, cluster.slurm, environ)

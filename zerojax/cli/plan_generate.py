@@ -19,7 +19,7 @@ from zerojax.config import ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.arranged import arranged
 from zerojax.devices.mesh import batch_devices
-from zerojax.generation.forecast import GenerationForecast, forecast
+from zerojax.generation.forecast import Batch, GenerationForecast, forecast
 from zerojax.generation.weights import Weights
 from zerojax.models.registry import bound
 from zerojax.plan.table import size
@@ -55,10 +55,8 @@ def run(
             module, params = _abstract(function, config, mesh, rows, asked.seq + new)
             if bits is not None:
                 params = quantize_weights(params, bits)
-            found = forecast(
-                module, params, rows=rows, prompt=asked.seq, max_new_tokens=new,
-                mesh=mesh, rates=rates, weights=weights,
-            )  # fmt: skip
+            batch = Batch(rows, asked.seq, new)
+            found = forecast(module, params, batch, mesh=mesh, rates=rates, weights=weights)
         except Exception as error:
             message = explain_error(error, f"model {asked.model!r} cannot be planned")
             if message is None:
@@ -95,14 +93,12 @@ def _abstract(
     if isinstance(state, tuple):
         return state[0], None
     if model is None:
-        raise TypeError(
-            "--generate needs a flax model, and the function returns a zerojax.Workload without "
-            "one: write zerojax.Workload(..., model=model)"
-        )
+        raise TypeError("--generate needs zerojax.Workload(..., model=model), a flax model")
     return model, state.params
 
 
 def to_json(found: GenerationForecast) -> dict[str, Any]:
     """Returns the fields of a forecast, and the results from them, as JSON values."""
-    results = ("fits", "peak", "tokens_per_second", "least_seconds")
-    return dataclasses.asdict(found) | {name: getattr(found, name) for name in results}
+    results = ("on_host", "fits", "peak", "tokens_per_second", "least_seconds")
+    fields = dataclasses.asdict(found)
+    return {**fields.pop("batch"), **fields, **{name: getattr(found, name) for name in results}}

@@ -65,9 +65,8 @@ def run(
         decorated = Zero(config, arranged(mesh_of(asked)[0], config))
         implementation = choose_attention(decorated, asked.attention or "auto")
     planned = Planned(
-        asked.model, source, asked.seq, selected, forecast, alternatives, stages, implementation,
-        gathered,
-    )  # fmt: skip
+        asked, source, selected, forecast, alternatives, stages, implementation, gathered
+    )
     if picture is not None:
         title = f"{asked.model}, batch {planned.rows} of {asked.seq} tokens on {asked.devices}"
         plan_picture.draw(picture, title, planned.stages)

@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 def _title(planned: Planned) -> Iterator[str]:
     forecast, choice = planned.forecast, planned.choice
     yield (
-        f"{planned.model}, {forecast.parameters:,} parameters, {planned.config}, "
+        f"{planned.asked.model}, {forecast.parameters:,} parameters, {planned.config}, "
         f"{forecast.devices} x {forecast.rates.kind}{_axes(forecast)}"
     )
     words: dict[Remat, str] = {None: "", True: ", remat", False: ", no remat"}
@@ -76,7 +76,7 @@ def _title(planned: Planned) -> Iterator[str]:
         f"stage {choice.stage}{offload}{remat}, batch {planned.rows} = {choice.micro} x "
         f"{choice.accumulation} x {forecast.row_devices} (micro-batch x accumulation x devices"
         f"{' of a stage' if planned.schedule else ''}), "
-        f"{planned.seq} tokens in a row{ATTENTION[planned.attention]}"
+        f"{planned.asked.seq} tokens in a row{ATTENTION[planned.attention]}"
     )
     if (schedule := planned.schedule) is not None:
         yield (
@@ -126,7 +126,7 @@ def _programs(planned: Planned) -> Table:
             escape(each.name),
             size(each.bytes),
             duration(each.seconds),
-            duration(each.compile_seconds),
+            duration(each.compile.seconds),
             "the peak above" if each is forecast.peak else "",
         )
     return table
@@ -135,7 +135,7 @@ def _programs(planned: Planned) -> Table:
 def _about_memory(planned: Planned) -> Iterator[str]:
     forecast = planned.forecast
     last = forecast.programs[-1]
-    if not last.compiled:
+    if last.compile.refused:
         yield f"XLA refuses {last.name!r}: it needs at least this much memory."
     elif not forecast.is_complete:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
@@ -157,7 +157,10 @@ def _about_memory(planned: Planned) -> Iterator[str]:
 def _about_recomputing(planned: Planned) -> Iterator[str]:
     """Warns that XLA recomputes values to save memory, or nearly does."""
     forecast = planned.forecast
-    limit, recomputed = forecast.recomputes_above, sum(each.again for each in forecast.programs)
+    limit, recomputed = (
+        forecast.recomputes_above,
+        sum(each.again.instructions for each in forecast.programs),
+    )
     if limit is None:
         return
     cause = f"XLA does so where it estimates that a program needs more than {size(limit)}"
@@ -196,22 +199,22 @@ def _traffic(planned: Planned) -> Table:
 
 def _about_links(planned: Planned) -> Iterator[str]:
     if any(each.between_nodes for each in planned.forecast.traffic):
-        rates = planned.forecast.rates
+        links = planned.forecast.rates.links
         yield (
-            f"links of a device, each way: {rates.link_name} {rates.link / 1e9:g} GB/s inside a "
-            f"node, {rates.network / 1e9:g} GB/s ({rates.network * 8 / 1e9:g} Gb/s) between nodes"
+            f"links of a device, each way: {links.name} {links.inside / 1e9:g} GB/s inside a "
+            f"node, {links.between / 1e9:g} GB/s ({links.between * 8 / 1e9:g} Gb/s) between nodes"
         )
 
 
 def _about_time(planned: Planned) -> Iterator[str]:
-    forecast, rates = planned.forecast, planned.forecast.rates
+    forecast, shares = planned.forecast, planned.forecast.rates.reached.shares
     if forecast.is_complete:
         tokens = f", {forecast.tokens_per_second:,.0f} tokens/s" if forecast.tokens else ""
         yield f"predicted step time: {duration(forecast.seconds)}{tokens}, MFU {forecast.mfu:.1%}"
         yield (
-            f"  a roofline model: of their peaks matrix products reach {rates.matrix_share:.0%}, "
-            f"device memory {rates.memory_share:.0%}, host copies {rates.host_share:.0%}, as "
-            f"measured on an H200, and links {rates.link_share:.0%}, which is an assumption"
+            f"  a roofline model: of their peaks matrix products reach {shares['matrix']:.0%}, "
+            f"device memory {shares['memory']:.0%}, host copies {shares['host']:.0%}, as "
+            f"measured on an H200, and links {shares['link']:.0%}, which is an assumption"
         )
     yield f"compiled in {duration(forecast.compile_seconds)}"
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.cli.options import StepOptions
 from zerojax.devices.topology import device_kinds
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecast import Forecast
@@ -22,9 +23,8 @@ class Planned:
     """The forecast of a step, and the request for it.
 
     Attributes:
-      model: The model's name, as given.
+      asked: The options of the command.
       config: The config's path, as given.
-      seq: Tokens in a row.
       choice: The settings that the config chooses.
       forecast: The forecast of these settings.
       remedies: Choices that fit; None if none were searched for.
@@ -34,9 +34,8 @@ class Planned:
         fastest, and the choice. Empty if the config leaves nothing open, or nothing may stay.
     """
 
-    model: str
+    asked: StepOptions
     config: str
-    seq: int
     choice: Choice
     forecast: Forecast
     remedies: tuple[Trial, ...] | None = None
@@ -80,15 +79,15 @@ def to_json(planned: Planned) -> dict[str, Any]:
     options that an "auto" was chosen from, the fastest first.
     """
     forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live
-    shares = ("matrix_share", "memory_share", "link_share", "host_share")
+    links, shares = forecast.rates.links, forecast.rates.reached.shares
     return {
-        "model": planned.model,
+        "model": planned.asked.model,
         "parameters": forecast.parameters,
         "config": planned.config,
         "devices": {"kind": forecast.rates.kind, "count": forecast.devices},
         "mesh": dict(forecast.plan.mesh.shape),
         "rows": planned.rows,
-        "seq": planned.seq,
+        "seq": planned.asked.seq,
         "attention": planned.attention,
         "choice": dataclasses.asdict(choice),
         "pipeline": _pipeline(planned),
@@ -127,22 +126,22 @@ def to_json(planned: Planned) -> dict[str, Any]:
                 "host": each.host,
                 "times": each.times,
                 "seconds": each.seconds,
-                "computed_again": each.again,
-                "bytes_again": each.bytes_again,
-                "seconds_again": each.seconds_again,
-                "compile_seconds": each.compile_seconds,
+                "computed_again": each.again.instructions,
+                "bytes_again": each.again.bytes,
+                "seconds_again": each.again.seconds,
+                "compile_seconds": each.compile.seconds,
             }
             for each in forecast.programs
         ],
         "links": {
-            "inside": {"name": forecast.rates.link_name, "speed": forecast.rates.link},
-            "between": {"name": "network", "speed": forecast.rates.network},
+            "inside": {"name": links.name, "speed": links.inside},
+            "between": {"name": "network", "speed": links.between},
         },
         "traffic": [
             dataclasses.asdict(each) | {"hidden": each.hidden} for each in forecast.traffic
         ],
         "step": _step(forecast) if forecast.is_complete else None,
-        "assumed": {name: getattr(forecast.rates, name) for name in shares},
+        "assumed": {f"{name}_share": share for name, share in shares.items()},
         "compile_seconds": forecast.compile_seconds,
         "remedies": None
         if planned.remedies is None

@@ -49,8 +49,6 @@ def _device(devices: Devices) -> tuple[str, ...]:
     says = [f"{n} process{'es' if n > 1 else ''}", ", ".join(devices.memories)]
     if devices.limit is not None:
         says.append(f"{size(devices.limit)} each for a program")
-    if devices.in_use is not None:
-        says.append(f"{size(devices.in_use)} in use by this process")
     if devices.capability:
         says.append(f"compute capability {devices.capability}")
     if devices.driver != devices.platform:

@@ -57,6 +57,36 @@ class Latency(NamedTuple):
         return self.start + self.doubling * math.ceil(math.log2(sent.group)) + steps
 
 
+class Links(NamedTuple):
+    """The ways from a device to others.
+
+    Attributes:
+      name: "NVLink", "PCIe" or "ICI", between devices of a node.
+      inside, between: peak each way for each device, inside a node and out of it.
+      latency: latency of a collective.
+    """
+
+    name: str
+    inside: float
+    between: float
+    latency: Latency
+
+
+class Reached(NamedTuple):
+    """The part of a device's peaks that programs reach.
+
+    Attributes:
+      shares: share of the peaks of "matrix" products, "memory", "link" and "host".
+      attention: share of the matrix peak that kernels of attention reach, "forward" and "backward",
+        by head width; a width between two takes the larger one's.
+      launch: seconds that a kernel costs beyond its work.
+    """
+
+    shares: Mapping[str, float]
+    attention: Mapping[str, Mapping[str, float]]
+    launch: float
+
+
 class FusedAttention(NamedTuple):
     """The products inside one kernel of attention.
 
@@ -79,35 +109,21 @@ class Rates:
       kind: name of the kind in :func:`zerojax.topology`.
       memory: bytes of device memory.
       matrix: peak of matrix products by dtype, as HLO names it: "bf16", "f16", "f32".
-      matrix_share, memory_share, link_share, host_share: share of each peak that programs reach.
-      attention_share: share of the matrix peak that kernels of attention reach, "forward" and
-        "backward", by head width; a width between two takes the larger one's.
       bandwidth: peak of device memory.
-      link: peak each way between devices of a node, for each device.
-      link_name: "NVLink", "PCIe" or "ICI".
-      network: peak each way out of a node, for each device.
+      links: the links to other devices.
       host: peak each way between a device and host memory.
       disk: each way between host memory and disk, for a host's devices together.
-      launch: seconds that a kernel costs beyond its work.
-      latency: latency of a collective.
+      reached: the part of the peaks that programs reach.
     """
 
     kind: str
     memory: int
     matrix: Mapping[str, float]
     bandwidth: float
-    link: float
-    link_name: str
-    network: float
+    links: Links
     host: float
     disk: float
-    matrix_share: float
-    attention_share: Mapping[str, Mapping[str, float]]
-    memory_share: float
-    link_share: float
-    host_share: float
-    launch: float
-    latency: Latency
+    reached: Reached
 
     @property
     def room(self) -> int:
@@ -127,16 +143,16 @@ class Rates:
           moved: Bytes read from and written to device memory.
           attention: Floating-point operations of products inside kernels of attention.
         """
-        slowest = min(self.matrix.values())
+        slowest, shares = min(self.matrix.values()), self.reached.shares
         busy = sum(
-            n / (self.matrix.get(dtype, slowest) * self.matrix_share) for dtype, n in flops.items()
+            n / (self.matrix.get(dtype, slowest) * shares["matrix"]) for dtype, n in flops.items()
         )
         for each, n in attention.items():
-            shares = self.attention_share["backward" if each.is_backward else "forward"]
-            widths = sorted(map(int, shares))
+            of_width = self.reached.attention["backward" if each.is_backward else "forward"]
+            widths = sorted(map(int, of_width))
             width = next((w for w in widths if w >= each.width), widths[-1])
-            busy += n / (self.matrix.get(each.dtype, slowest) * shares[str(width)])
-        return max(busy, moved / (self.bandwidth * self.memory_share)) + self.launch
+            busy += n / (self.matrix.get(each.dtype, slowest) * of_width[str(width)])
+        return max(busy, moved / (self.bandwidth * shares["memory"])) + self.reached.launch
 
     def collective_seconds(self, sent: Sent) -> float:
         """Returns ``max((inside + between) / link, between / network)`` + latency.
@@ -146,8 +162,9 @@ class Rates:
         """
         if sent.group < 2:
             return 0.0
-        passed = max((sent.inside + sent.between) / self.link, sent.between / self.network)
-        return passed / self.link_share + self.latency.seconds(sent)
+        links = self.links
+        passed = max((sent.inside + sent.between) / links.inside, sent.between / links.between)
+        return passed / self.reached.shares["link"] + links.latency.seconds(sent)
 
     def over(self, network: str | None) -> Rates:
         """Returns the rates with another network, see :func:`network_speed`; None changes nothing.
@@ -155,13 +172,14 @@ class Rates:
         Raises:
           ValueError: The network is unknown.
         """
-        return (
-            self if network is None else dataclasses.replace(self, network=network_speed(network))
-        )
+        if network is None:
+            return self
+        links = self.links._replace(between=network_speed(network))
+        return dataclasses.replace(self, links=links)
 
     def host_seconds(self, moved: float) -> float:
         """Returns the seconds of a copy of ``moved`` bytes from or to pinned host memory."""
-        return moved / (self.host * self.host_share)
+        return moved / (self.host * self.reached.shares["host"])
 
 
 def rates(kind: str) -> Rates:
@@ -176,21 +194,16 @@ def rates(kind: str) -> Rates:
     """
     name, figures = lookup(kind)
     kinds = device_kinds()
-    speeds = figures["rates"]
+    latency = Latency(**kinds["latency"]["gpu" if name in kinds["gpu"] else "tpu"])
     return Rates(
         kind=name,
         memory=figures["device_memory_size"],
         bandwidth=float(figures["memory_bandwidth"]),
-        **{
-            key: kinds["common"][key]
-            for key in (
-                "matrix_share", "attention_share", "memory_share", "link_share", "host_share",
-                "launch", "disk",
-            )
-        },
-        latency=Latency(**kinds["latency"]["gpu" if name in kinds["gpu"] else "tpu"]),
-        **speeds,
-    )  # fmt: skip
+        links=Links(**figures["links"], latency=latency),
+        reached=Reached(**kinds["reached"]),
+        **figures["rates"],
+        **kinds["common"],
+    )
 
 
 def kind_of(device: jax.Device) -> str | None:

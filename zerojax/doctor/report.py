@@ -28,7 +28,6 @@ class Devices:
       processes: The number of processes that own the devices.
       memories: The kinds of memory that the devices can address, such as "device", "pinned_host".
       limit: Bytes that a program can use on each device; None if the devices do not report them.
-      in_use: Bytes that this process uses on its fullest device.
       driver: The backend's platform version, with the version of CUDA or libtpu.
       capability: The compute capability of a GPU.
     """
@@ -39,7 +38,6 @@ class Devices:
     processes: int
     memories: tuple[str, ...]
     limit: int | None = None
-    in_use: int | None = None
     driver: str = ""
     capability: str = ""
 
@@ -117,7 +115,6 @@ def _of_kind(group: list[jax.Device]) -> Devices:
     local = [device for device in group if device.process_index == jax.process_index()]
     stats = [_memory(device) for device in local]
     limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
-    used = [s["bytes_in_use"] for s in stats if "bytes_in_use" in s]
     return Devices(
         platform=first.platform,
         kind=first.device_kind,
@@ -125,7 +122,6 @@ def _of_kind(group: list[jax.Device]) -> Devices:
         processes=len({device.process_index for device in group}),
         memories=tuple(sorted({m.kind for d in local for m in d.addressable_memories()})),
         limit=min(limits, default=None),
-        in_use=max(used, default=None),
         driver=", ".join(first.client.platform_version.split("\n")),
         capability=str(getattr(first, "compute_capability", "")),
     )

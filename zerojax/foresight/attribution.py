@@ -117,7 +117,9 @@ def _kind(
         return GATHERED if is_parameter else ACTIVATIONS
     if instruction.operation in ("reduce-scatter", "all-reduce"):
         return GRADIENTS
-    op_name = instruction.op_name or _loop_name(callers, computation)
+    # Arrays that a loop carries have no name: they take the loop's.
+    loop_name = callers[computation.name].loop.op_name if computation.name in callers else ""
+    op_name = instruction.op_name or loop_name
     is_backward = "transpose(" in op_name
     matches = [i for i, shape in enumerate(instruction.shapes) if shape.bytes == held.bytes]
     if matches:
@@ -133,11 +135,6 @@ def _kind(
         if known.vocabulary and known.vocabulary in shape.dims:
             return LOGITS
     return ACTIVATIONS if is_backward or "jvp(" in op_name else OTHER
-
-
-def _loop_name(callers: Callers, computation: Computation) -> str:
-    """Returns the ``op_name`` of the loop that runs a body, since arrays it carries have none."""
-    return callers[computation.name].loop.op_name if computation.name in callers else ""
 
 
 def _reformed(computation: Computation, instruction: Instruction) -> bool:

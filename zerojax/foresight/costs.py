@@ -31,7 +31,15 @@ from zerojax.foresight.attribution import (
     arguments,
     attribute,
 )
-from zerojax.foresight.forecast import CompiledProgram, Forecast, ProgramCost, Traffic, sum_traffic
+from zerojax.foresight.forecast import (
+    Again,
+    Compile,
+    CompiledProgram,
+    Forecast,
+    ProgramCost,
+    Traffic,
+    sum_traffic,
+)
 from zerojax.hlo.assignment import compile_with_buffers
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
@@ -49,7 +57,6 @@ from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 INWARD, OUTWARD = "to the device", "to the host"
 """Kinds of traffic: copies between device and host memory."""
 # XLA for TPUs refuses to compile a program that does not fit; XLA for GPUs compiles the program.
-_REFUSES = "RESOURCE_EXHAUSTED"
 _WANTED = re.compile(r"(?:Used |temporaries \()(\d+(?:\.\d+)?)([KMGT])")
 _T = TypeVar("_T")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -114,9 +121,7 @@ def measure_compiled(
         forward=spent.forward,
         traffic=tuple(_traffic(sent, copied, spent, nodes)),
         boundary=max((shape.bytes for shape in permuted), default=0),
-        again=computed_again(program),
-        bytes_again=spent.bytes_again,
-        seconds_again=spent.again,
+        again=Again(computed_again(program), spent.bytes_again, spent.again),
     )
     return measured, executable
 
@@ -140,8 +145,9 @@ def _compiled(
     except jax.errors.JaxRuntimeError as error:
         if (wanted := wanted_bytes(str(error))) is None:
             raise
-        seconds = time.perf_counter() - begun
-        return Measurement(memory={OTHER: wanted}, compile_seconds=seconds, compiled=False), None
+        refused = Compile(time.perf_counter() - begun, refused=True)
+        return Measurement(memory={OTHER: wanted}, compile=refused), None
+    seconds, is_part = time.perf_counter() - begun, recomputing or options is None
     memory: Any = compiled[0].memory_analysis()
     return Measurement(
         memory={},
@@ -149,9 +155,7 @@ def _compiled(
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
-        compile_seconds=time.perf_counter() - begun,
-        recomputing=recomputing,
-        rematerializes=recomputing or options is None,
+        compile=Compile(seconds, recomputing=recomputing, rematerializes=is_part),
     ), compiled
 
 
@@ -214,7 +218,7 @@ def wanted_bytes(message: str) -> int | None:
       ... )
       2147483648
     """
-    if not message.startswith(_REFUSES):
+    if not message.startswith("RESOURCE_EXHAUSTED"):
         return None
     wanted = _WANTED.search(message)
     return round(float(wanted[1]) * _UNITS[wanted[2]]) if wanted else 0
@@ -254,7 +258,7 @@ def forecast(
         measurement = measured(lowered, known, rates, nodes)
         kinds = collections.Counter(measurement.memory)
         kinds[GRADIENTS if name == FIRST else OTHER] += measurement.result
-        if not measurement.compiled:
+        if measurement.compile.refused:
             kinds[OTHER] = max(kinds[OTHER], rates.memory)
         elif name == FIRST:
             first = measurement
@@ -272,7 +276,7 @@ def forecast(
         shared["memory"] = {kind: kinds[kind] for kind in KINDS if kinds[kind]}
         host = measurement.host_temporary
         costs.append(ProgramCost(name=name, host=host, times=times, **shared))
-        if is_partial := not measurement.compiled or (name != STEP and enough(costs[-1])):
+        if is_partial := measurement.compile.refused or (name != STEP and enough(costs[-1])):
             break
     host = max(each.host for each in costs)
     if first is not None:

@@ -59,28 +59,55 @@ class Traffic:
         return max(0.0, 1 - self.waited / self.seconds) if self.seconds else 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """The values that XLA computes again to save memory, see :mod:`zerojax.hlo.rematerialised`.
+
+    Attributes:
+      instructions: The number of instructions that do so.
+      bytes: Bytes of these values.
+      seconds: The part of the program's time that they take.
+    """
+
+    instructions: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile:
+    """The compile of a program.
+
+    Attributes:
+      seconds: Its time, on this machine.
+      refused: True if XLA refused the program for its memory.
+      recomputing: Whether the program fits only with XLA's rematerialization, which its options
+        leave out otherwise.
+      rematerializes: Whether XLA's rematerialization is part of the compile.
+    """
+
+    seconds: float = 0.0
+    refused: bool = False
+    recomputing: bool = False
+    rematerializes: bool = True
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
     """Figures of one run of a compiled program on each device, in bytes and seconds.
 
     Attributes:
-      memory: Device memory by kind, see :mod:`zerojax.foresight.attribution`.
+      memory: Device memory by kind, see :mod:`zerojax.foresight.attribution`; if XLA refused the
+        program, the least that it needs.
       seconds: Predicted time.
       forward: Floating-point operations of the forward pass's matrix products, without their
         repetition in the backward pass.
       traffic: Collectives, then copies.
       boundary: Bytes of the largest array that devices send to their neighbours by
         ``lax.ppermute``, as pipeline stages do.
-      compile_seconds: Time of the compile, on this machine.
       arguments: Bytes of the program's arguments on the device.
-      again: The number of instructions with which XLA computes a value again to save memory, see
-        :mod:`zerojax.hlo.rematerialised`.
-      bytes_again, seconds_again: Bytes of these values, and the part of ``seconds`` that they take.
-      compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
-        the program needs.
-      recomputing: Whether the program fits only with XLA's rematerialization, which its options
-        leave out otherwise.
-      rematerializes: Whether XLA's rematerialization is part of the program's compile.
+      again: The values that XLA computes again.
+      compile: The compile.
     """
 
     memory: Mapping[str, int]
@@ -88,14 +115,9 @@ class CompiledProgram:
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
     boundary: int = 0
-    compile_seconds: float = 0.0
     arguments: int = 0
-    again: int = 0
-    bytes_again: int = 0
-    seconds_again: float = 0.0
-    compiled: bool = True
-    recomputing: bool = False
-    rematerializes: bool = True
+    again: Again = Again()
+    compile: Compile = Compile()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,25 +186,25 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        return self.headroom >= 0 and all(each.compiled for each in self.programs)
+        return self.headroom >= 0 and not any(each.compile.refused for each in self.programs)
 
     @property
     def recomputes_above(self) -> int | None:
         """Bytes at the peak above which XLA computes values again; None if it does not, as on TPUs,
         and in programs whose options leave it out."""
-        if self.rates.kind not in device_kinds()["gpu"] or not self.peak.rematerializes:
+        if self.rates.kind not in device_kinds()["gpu"] or not self.peak.compile.rematerializes:
             return None
         return begins_above(self.rates.memory, self.peak.arguments)
 
     @property
     def seconds_again(self) -> float:
         """The part of ``seconds`` in which XLA computes values again to save memory."""
-        return sum(each.times * each.seconds_again for each in self.programs)
+        return sum(each.times * each.again.seconds for each in self.programs)
 
     @property
     def bytes_again(self) -> int:
         """Bytes of the values that XLA computes again in a step."""
-        return sum(each.times * each.bytes_again for each in self.programs)
+        return sum(each.times * each.again.bytes for each in self.programs)
 
     @property
     def recomputes(self) -> bool:
@@ -234,7 +256,7 @@ class Forecast:
 
     @property
     def compile_seconds(self) -> float:
-        return sum(each.compile_seconds for each in self.programs)
+        return sum(each.compile.seconds for each in self.programs)
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:

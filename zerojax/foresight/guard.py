@@ -88,14 +88,13 @@ class Guard:
         measured = functools.partial(measure_memory, several=offloads(self._config))
         peak = forecast(programs(), plan, rates, measured=measured).peak
         if peak.bytes <= room:
-            return peak.recomputing
+            return peak.compile.recomputing
         try:
             advice = self._advice(rates, *step)
         except Exception as error:  # a failure of the search must not hide the result of the check
             advice = f"Settings that fit were not found: {type(error).__name__}: {error}"
         raise OutOfMemoryError(
-            f"the step needs {size(peak.bytes)} on each device, has {size(room)}, and was not "
-            f"run.\n{advice}"
+            f"not run: the step needs {size(peak.bytes)} on each device, of {size(room)}.\n{advice}"
         )
 
     def _advice(

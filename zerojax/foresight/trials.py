@@ -10,7 +10,7 @@ from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, forecast, measure
-from zerojax.foresight.forecast import Forecast, ProgramCost
+from zerojax.foresight.forecast import Forecast
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla.lowered import LoweredProgram
 
@@ -101,7 +101,7 @@ class Trials:
                 self.rates,
                 tokens=built.tokens,
                 note=lambda name: self._note(f"{choice}: {name}"),
-                enough=self._too_much,
+                enough=lambda cost: cost.bytes > self.rates.room,
                 measured=self._measured,
             )
         return self._known[choice]
@@ -145,6 +145,3 @@ class Trials:
             and known.keeps_no_more(choice)
         )
         return self._built(choice).plan.bytes_per_device + max(activations, default=0)
-
-    def _too_much(self, cost: ProgramCost) -> bool:
-        return cost.bytes > self.rates.room

@@ -41,20 +41,52 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """Options of a search, see `beam_search`.
+    """Options of a search.
+
+    Attributes:
+      num_beams: K. With 1 the search is greedy, and stops at the first token that ends a target.
+      max_length: L, the maximum length of targets, including the start token.
+      min_length: The minimum number of tokens before the end, including the start token.
+      length_penalty: The exponent of length; above 0 it favors longer targets.
+      early_stopping: The condition for a row with K finished hypotheses to be done. True: at once;
+        False: as soon as the best running hypothesis would score below the worst finished one if it
+        ended now; "never": only if it could not reach that score at any length up to L.
+      forbid: A function; `forbid(tokens, length)` returns bool [B K, V], True for tokens that must
+        not follow the first `length` of tokens int32 [B K, L].
 
     Raises:
-      ValueError: An option is out of range, or there is no search for it.
+      ValueError: An option is out of range.
     """
 
     num_beams: int = 1
+    max_length: int = 20
+    min_length: int = 0
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     def __post_init__(self) -> None:
-        check_options(self.num_beams, 2, 0, self.early_stopping)
-        if self.num_beams == 1 and (self.length_penalty, self.early_stopping) != (1, False):
-            raise ValueError("length_penalty and early_stopping need num_beams of 2 or more")
+        most = f"between 0 and max_length = {self.max_length}"
+        require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
+        least = "2 or more, as it counts the start token"
+        require(self.max_length >= 2, "max_length", self.max_length, least)
+        require(0 <= self.min_length <= self.max_length, "min_length", self.min_length, most)
+        is_known = self.early_stopping in (True, False, "never")
+        require(is_known, "early_stopping", self.early_stopping, "True, False or 'never'")
+
+
+class Ends(NamedTuple):
+    """The tokens at the end of a row.
+
+    Attributes:
+      eos: The tokens that end it.
+      pad: The token after its end.
+      forced: The tokens of which one is the last of a row that has not ended; none forces none.
+    """
+
+    eos: tuple[int, ...]
+    pad: int
+    forced: tuple[int, ...] = ()
 
 
 class Beams(NamedTuple):
@@ -79,72 +111,50 @@ class State(NamedTuple):
 def beam_search(
     step: Callable[[jax.Array, jax.Array, PyTree], tuple[jax.Array, PyTree]],
     cache: PyTree,
+    start: jax.Array,
+    ends: Ends,
+    search: Search,
     *,
-    rows: int,
-    start: int | jax.Array,
-    end: int | Sequence[int],
-    pad: int,
-    num_beams: int,
-    max_length: int,
-    min_length: int = 0,
-    length_penalty: float = 1.0,
-    early_stopping: EarlyStopping = False,
     stop: int | jax.Array | None = None,
-    forced_eos: int | Sequence[int] | None = None,
-    forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     cache_axes: PyTree = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns each row's best target, int32 [B, L] padded with `pad`, and its score, fp32 [B].
+    """Returns each row's best target, int32 [B, L] padded after its end, and its score, fp32 [B].
 
     Args:
       step: A function; `step(tokens, position, cache)` returns logits [B K, V] after the tokens
         int32 [B K] at this position of the targets, and the updated cache.
       cache: Arrays with a dimension of B K; the beams of a row are adjacent. An array that `step`
         returns as it is has equal values in all beams of a row.
-      rows: B.
-      start: The token before the first, or those of the rows, int32 [B]; every length includes it.
-      end: The token, or the tokens, that finish a target.
-      pad: The token that pads targets after their end.
-      num_beams: K. With 1 the search is greedy, and stops at the first `end`.
-      max_length: L, the maximum length of targets, including the start token.
+      start: The tokens before the first, int32 [B]; every length includes them.
+      ends: The tokens at the end of a target.
+      search: The options.
       stop: The length at which targets end, up to L; None for L. It may be traced, so that searches
         of different lengths run one program.
-      min_length: The minimum number of tokens before `end`, including the start token.
-      length_penalty: The exponent of length; above 0 it favors longer targets.
-      early_stopping: The condition for a row with K finished hypotheses to be done. True: at once;
-        False: as soon as the best running hypothesis would score below the worst finished one if it
-        ended now; "never": only if it could not reach that score at any length up to L.
-      forced_eos: The token, or the tokens, with one of which a target of length L always ends.
-      forbid: A function; `forbid(tokens, length)` returns bool [B K, V], True for tokens that must
-        not follow the first `length` of tokens int32 [B K, L].
       cache_axes: The axis of the dimension B K, or that of each array; negative for an array that
         does not have it.
-
-    Raises:
-      ValueError: An option is out of range.
     """
-    check_options(num_beams, max_length, min_length, early_stopping)
-    if num_beams == 1:
-        early_stopping = True
-    stop = max_length if stop is None else stop
-    ends, forced = (np.asarray(integers("end", x), np.int32) for x in (end, forced_eos))
-    axes = jax.tree.broadcast(cache_axes, cache)
+    rows, num_beams, length_penalty = len(start), search.num_beams, search.length_penalty
+    early_stopping = num_beams == 1 or search.early_stopping
+    stop = search.max_length if stop is None else stop
+    eos, axes = np.asarray(ends.eos, np.int32), jax.tree.broadcast(cache_axes, cache)
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
 
     # One extension of each beam may end in each of these tokens.
-    candidates = max(2, 1 + len(ends)) * num_beams
+    candidates = max(2, 1 + len(ends.eos)) * num_beams
 
     def next_scores(state: State) -> tuple[jax.Array, PyTree]:
         """Returns log-probabilities [B, K V] of each hypothesis with each token, and the cache."""
         last = jax.lax.dynamic_index_in_dim(state.running.tokens, state.length - 1, 2, False)
         logits, cache = step(flat(last), state.length - 1, state.cache)
         scores = jax.nn.log_softmax(widen(logits))
-        is_end = jnp.isin(jnp.arange(scores.shape[-1]), ends)
-        scores = jnp.where(is_end & (state.length < min_length), -jnp.inf, scores)
-        if forbid is not None:
-            scores = jnp.where(forbid(flat(state.running.tokens), state.length), -jnp.inf, scores)
-        if len(forced):
-            scores = jnp.where(state.length == stop - 1, only(forced, scores.shape[-1]), scores)
+        is_end = jnp.isin(jnp.arange(scores.shape[-1]), eos)
+        scores = jnp.where(is_end & (state.length < search.min_length), -jnp.inf, scores)
+        if search.forbid is not None:
+            is_forbidden = search.forbid(flat(state.running.tokens), state.length)
+            scores = jnp.where(is_forbidden, -jnp.inf, scores)
+        if ends.forced:
+            last = only(ends.forced, scores.shape[-1])
+            scores = jnp.where(state.length == stop - 1, last, scores)
         scores = scores.reshape(rows, num_beams, -1) + state.running.scores[..., None]
         return scores.reshape(rows, -1), cache
 
@@ -155,7 +165,7 @@ def beam_search(
         beams, tokens = jnp.divmod(chosen, vocabulary)
         extended = _select_beams(state.running.tokens, beams).at[:, :, state.length].set(tokens)
         length = state.length + 1
-        ended = jnp.isin(tokens, ends) | (length >= stop)
+        ended = jnp.isin(tokens, eos) | (length >= stop)
 
         order = jax.lax.top_k(scores + NEVER * ended, num_beams)[1]
         running = Beams(
@@ -194,7 +204,7 @@ def beam_search(
         done = state.complete.all() & (early_stopping is True)
         return state.improvable.any() & ~done & ~state.stuck
 
-    empty = jnp.full((rows, num_beams, max_length), pad, jnp.int32)
+    empty = jnp.full((rows, num_beams, search.max_length), ends.pad, jnp.int32)
     empty = empty.at[:, :, 0].set(jnp.reshape(start, (-1, 1)))
     # All beams of a row are equal at the start, so only the first may be extended.
     first_scores = jnp.where(jnp.arange(num_beams) == 0, 0.0, NEVER)
@@ -238,18 +248,6 @@ def repeated(cache: PyTree, axes: PyTree, count: int) -> PyTree:
     )
 
 
-def check_options(
-    num_beams: int, max_length: int, min_length: int, early_stopping: EarlyStopping
-) -> None:
-    """Rejects options of `beam_search` that are out of range."""
-    most = f"between 0 and max_length = {max_length}"
-    require(num_beams >= 1, "num_beams", num_beams, "1 or more")
-    require(max_length >= 2, "max_length", max_length, "2 or more, as it counts the start token")
-    require(0 <= min_length <= max_length, "min_length", min_length, most)
-    is_known = early_stopping in (True, False, "never")
-    require(is_known, "early_stopping", early_stopping, "True, False or 'never'")
-
-
 def _select_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
     """Selects K of each row's J beams: x [B, J, ...] at beams int [B, K] -> [B, K, ...]."""
     return jnp.take_along_axis(x, beams.reshape(*beams.shape, *[1] * (x.ndim - 2)), axis=1)
@@ -261,10 +259,9 @@ def generate(
     input_ids: jax.Array,
     attention_mask: jax.Array | None = None,
     *,
-    num_beams: int = 1,
-    max_length: int = 20,
     no_repeat_ngram_size: int = 0,
     encoder_no_repeat_ngram_size: int = 0,
+    forced_eos: int | Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the best target int32 [B, max_length] of sources int [B, S], and scores fp32 [B].
@@ -274,21 +271,19 @@ def generate(
       variables: The variables of `model.apply`: `{"params": params}`.
       input_ids: Sources int [B, S], padded.
       attention_mask: Mask [B, S], 0 or False on padding.
-      num_beams: Hypotheses per row.
-      max_length: The maximum length of a target, including the start token.
       no_repeat_ngram_size: n; a target never repeats an n-gram. 0 allows repetition.
       encoder_no_repeat_ngram_size: n; a target never has an n-gram of its source, including
         padding. 0 allows it.
-      options: `min_length`, `length_penalty`, `early_stopping` and `forced_eos` of `beam_search`.
+      forced_eos: The token, or the tokens, with one of which a target of `max_length` always ends.
+      options: The other fields of `Search`, such as `num_beams` and `max_length`.
 
     Raises:
       ValueError: The model has no positions for `max_length` tokens, or an option is out of range.
     """
     decoder, rows = EncoderDecoder(model), len(input_ids)
     c: Any = decoder.config
-    early_stopping, min_length = options.get("early_stopping", False), options.get("min_length", 0)
-    check_options(num_beams, max_length, min_length, early_stopping)
-    limit = decoder.limit()
+    search = Search(**options)
+    max_length, num_beams, limit = search.max_length, search.num_beams, decoder.limit()
     most = f"at most {limit}, the model's positions"
     require(limit is None or max_length <= limit, "max_length", max_length, most)
     source = Source(input_ids, attention_mask)
@@ -316,18 +311,16 @@ def generate(
         )
         return functools.reduce(jnp.logical_or, repeats)
 
+    if no_repeat_ngram_size or encoder_no_repeat_ngram_size:
+        search = dataclasses.replace(search, forbid=forbid)
+    eos, forced = integers("eos", c.eos_token_id), integers("forced_eos", forced_eos)
     return beam_search(
         step,
         repeated(cache, arrays.axes, num_beams),
-        rows=rows,
-        start=c.decoder_start_token_id,
-        end=c.eos_token_id,
-        pad=c.pad_token_id,
-        num_beams=num_beams,
-        max_length=max_length,
-        forbid=forbid if no_repeat_ngram_size or encoder_no_repeat_ngram_size else None,
+        first[:, 0],
+        Ends(eos, c.pad_token_id, forced),
+        search,
         cache_axes=arrays.axes,
-        **options,
     )
 
 

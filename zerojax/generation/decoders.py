@@ -317,7 +317,8 @@ def _stacks(
 ) -> Stacks:
     (rows,) = {x.shape[i] for x, i in zip(cache.shapes, cache.rows, strict=True) if i >= 0}
     token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    traced = Traced.of(decoder, structure, cache.structure, leaves, cache.shapes, token, token)
+    structures = structure, cache.structure
+    traced = Traced.of(decoder, structures, leaves, cache.shapes, token, token)
     return Stacks.of(traced.closed, len(leaves), len(cache.shapes))
 
 
@@ -337,14 +338,17 @@ class Traced(NamedTuple):
     def of(
         cls,
         decoder: Decoder,
-        params_structure: PyTreeDef,
-        cache_structure: PyTreeDef,
+        structures: tuple[PyTreeDef, PyTreeDef],
         params: Sequence[Any],
         cache: Sequence[Any] | Source,
         tokens: Any,
         positions: Any,
     ) -> Traced:
-        """Traces a call for abstract or concrete arrays, with a cache or the sources of one."""
+        """Traces a call for abstract or concrete arrays, with a cache or the sources of one.
+
+        `structures` are those of the parameters and of the cache.
+        """
+        params_structure, cache_structure = structures
 
         def read(
             params: list[Any], cache: list[Any] | Source, *at: jax.Array

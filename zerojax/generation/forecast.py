@@ -1,12 +1,13 @@
 """The needs of a generation, from programs compiled for devices that need not exist.
 
 mesh, rates = parse_devices("h100:8")
-print(forecast(model, params, rows=8, prompt=512, max_new_tokens=512, mesh=mesh, rates=rates))
+print(forecast(model, params, Batch(rows=8, prompt=512, new=512), mesh=mesh, rates=rates))
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,10 @@ from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import ParameterShapes
 from zerojax.foresight.costs import Measurement, measure_compiled
 from zerojax.generation import weights as parameter_weights
-from zerojax.generation.beam_search import Search
+from zerojax.generation.beam_search import Ends, Search
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source, decoder_of
 from zerojax.generation.layers import Layered
-from zerojax.generation.program import Generation, Lengths, Programs, rounded
+from zerojax.generation.program import Generation, Lengths, Programs, Storage, rounded
 from zerojax.generation.sampling import Sampling
 from zerojax.generation.weights import Weights
 from zerojax.hlo.program import parse
@@ -33,15 +34,29 @@ from zerojax.xla import compat
 from zerojax.xla.types import PyTree
 
 
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The rows of a generation.
+
+    Attributes:
+      rows: Their number, over all devices.
+      prompt: Tokens of each prompt, or of each source of an encoder-decoder.
+      new: New tokens of each row.
+    """
+
+    rows: int
+    prompt: int
+    new: int
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class GenerationForecast(Summarized):
     """The needs of a generation on each device, in bytes and seconds.
 
     Attributes:
-      rows, prompt, new: Rows of a batch, tokens of their prompts or sources, new tokens of each.
+      batch: The rows.
       rates: The speeds and the memory of the devices.
-      weights: Where the parameters are, see :func:`zerojax.generate`.
-      on_host: Whether they are in host memory.
+      weights: Where the parameters are: see :func:`zerojax.generate`, or "on_host".
       parameter_bytes: Bytes of the parameters on a device, or in host memory for it.
       cache_bytes: Bytes of the cache on a device.
       reading: The program that reads the prompts.
@@ -49,17 +64,19 @@ class GenerationForecast(Summarized):
       token_bytes: Bytes that the program of a token reads and writes in device memory.
     """
 
-    rows: int
-    prompt: int
-    new: int
+    batch: Batch
     rates: Rates
-    weights: Weights
-    on_host: bool
+    weights: Weights | Literal["on_host"]
     parameter_bytes: int
     cache_bytes: int
     reading: Measurement
     token: Measurement
     token_bytes: int
+
+    @property
+    def on_host(self) -> bool:
+        """True if the parameters are in host memory."""
+        return self.weights == "on_host"
 
     @property
     def peak(self) -> int:
@@ -74,7 +91,7 @@ class GenerationForecast(Summarized):
     @property
     def tokens_per_second(self) -> float:
         """New tokens of all rows in a second."""
-        return self.rows / self.token.seconds
+        return self.batch.rows / self.token.seconds
 
     @property
     def least_seconds(self) -> float:
@@ -100,9 +117,10 @@ class GenerationForecast(Summarized):
                 for t in self.token.traffic
             ),
         ]  # fmt: skip
+        batch = self.batch
         title = (
-            f"generation, {self.rows} rows, prompts of {self.prompt} tokens, {self.new} new ones, "
-            f"{self.rates.kind}"
+            f"generation, {batch.rows} rows, prompts of {batch.prompt} tokens, {batch.new} new "
+            f"ones, {self.rates.kind}"
         )
         return Summary(title, (Table(rows),))
 
@@ -110,10 +128,8 @@ class GenerationForecast(Summarized):
 def forecast(
     model: object,
     params: PyTree,
+    batch: Batch,
     *,
-    rows: int,
-    prompt: int,
-    max_new_tokens: int,
     mesh: Mesh,
     rates: Rates,
     weights: Weights | None = None,
@@ -124,32 +140,29 @@ def forecast(
     Args:
       model: As for ``generate``.
       params: The parameters, abstract or concrete, with their shardings.
-      rows: Rows of a batch, over all devices.
-      prompt: Tokens of each prompt, or of each source of an encoder-decoder.
-      max_new_tokens: New tokens of each row.
+      batch: The rows.
       mesh: The devices, which need not exist.
       rates: The speeds and the memory of the devices.
       weights, dtype: As for ``generate``.
     """
     decoder, params = decoder_of(model, params)
     shapes = parameter_weights.shapes(params, dtype)
-    limit, start, source = decoder.limit(), prompt, None
-    room = rounded(prompt, limit)
+    limit, rows, start, source = decoder.limit(), batch.rows, batch.prompt, None
+    room = rounded(start, limit)
     if isinstance(decoder, EncoderDecoder):
         start = 1
         source = Source(*(jax.ShapeDtypeStruct((rows, room), x) for x in (jnp.int32, jnp.bool_)))
-    longest = rounded(start + max_new_tokens, limit)
+    longest = rounded(start + batch.new, limit)
     common = min(room, longest) if decoder.takes_positions and start > 1 else start
     cache = Cache.of(decoder, shapes, rows, longest, source)
     stacks = cache.stacks(decoder, shapes)
     placed = parameter_weights.place(
         jax.tree.leaves(params), weights, dtype, cache.bytes, stacks.params, mesh
     )
-    generation = Generation(
-        decoder, cache, Sampling(), common, (), 0, (), jax.tree.structure(params),
-        placed.cache_layers(stacks), placed.mesh or mesh, placed.shards, Search(),
-    )  # fmt: skip
-    programs, on = Programs(generation, mesh), placed.mesh or mesh
+    on, structure = placed.mesh or mesh, jax.tree.structure(params)
+    storage = Storage(on, placed.shards, structure, placed.cache_layers(stacks))
+    generation = Generation(decoder, cache, Sampling(), common, Ends((), 0), storage, Search())
+    programs = Programs(generation, mesh)
     spec = PartitionSpec(batch_axes(mesh) if rows % batch_devices(mesh) == 0 else None)
 
     def placed_rows(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -173,10 +186,9 @@ def forecast(
     )
     compiled, token = run(programs.advance.trace(placed.arrays, progress, lengths, None))
     moved = _moved_bytes(compiled.as_text() or "")
+    where: Weights = "by_layer" if placed.by_layer else "gathered"
     return GenerationForecast(
-        rows, prompt, max_new_tokens, rates,
-        "by_layer" if placed.by_layer else "gathered",
-        programs.on_host,
+        batch, rates, "on_host" if programs.on_host else where,
         _device_bytes(placed.arrays), _device_bytes(progress.cache),
         reading, token, moved,
     )  # fmt: skip

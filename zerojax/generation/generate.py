@@ -108,9 +108,9 @@ def generate(
     options = Options.of(
         model, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping, eos=eos,
-        pad=pad, forced_eos=forced_eos, **others,
+        pad=pad, forced_eos=forced_eos, weights=weights, dtype=dtype, **others,
     )  # fmt: skip
-    run = Run.of(model, params, tokens, options, mask=mask, key=key, weights=weights, dtype=dtype)
+    run = Run.of(model, params, tokens, options, mask=mask, key=key)
     progress = run.finish()
     run.check(progress)
     return run.written(progress)

@@ -16,11 +16,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jax.typing import DTypeLike
+
 from zerojax.config.errors import suggestion
 from zerojax.distributed import log
 from zerojax.generation.beam_search import Search
 from zerojax.generation.checks import integer, integers, number
 from zerojax.generation.sampling import Sampling
+from zerojax.generation.weights import Weights
 from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE
 
 SAME = ("temperature", "top_k", "top_p", "num_beams", "length_penalty", "early_stopping")
@@ -63,6 +66,7 @@ class Options(NamedTuple):
       eos: The tokens that end a row; None for those of the model's config.
       pad: The token after the end of a row; None for the default.
       forced_eos: The tokens of which one is the last of a row that has not ended; none forces none.
+      weights, dtype: As for `zerojax.generate`.
     """
 
     max_new_tokens: int
@@ -71,6 +75,8 @@ class Options(NamedTuple):
     eos: tuple[int, ...] | None
     pad: int | None
     forced_eos: tuple[int, ...]
+    weights: Weights | None
+    dtype: DTypeLike | None
 
     @classmethod
     def of(cls, model: object, **given: Any) -> Options:
@@ -80,7 +86,7 @@ class Options(NamedTuple):
           ValueError: An option is out of range.
           TypeError: A keyword is unknown or missing.
         """
-        known = ("max_new_tokens", *SAME, *RENAMED.values())
+        known = ("max_new_tokens", *SAME, *RENAMED.values(), "weights", "dtype")
         for name in given.keys() - known:
             remedy = f"did you mean {THEIRS[name]}?" if name in THEIRS else None
             remedy = remedy or suggestion(name, (*known, *OTHERS))
@@ -95,21 +101,23 @@ class Options(NamedTuple):
         # A folder may have options of draws or beams that it does not use.
         draws = chosen if temperature else given
         search = chosen if beams > 1 else given
+        penalty = number("length_penalty", search.get("length_penalty", 1.0))
+        early_stopping = search.get("early_stopping", False)
+        if beams == 1 and (penalty, early_stopping) != (1, False):
+            raise ValueError("length_penalty and early_stopping need num_beams of 2 or more")
         return cls(
             integer("max_new_tokens", given["max_new_tokens"]),
             Sampling.of(temperature, draws.get("top_k"), draws.get("top_p")),
-            Search(
-                num_beams=beams,
-                length_penalty=number("length_penalty", search.get("length_penalty", 1.0)),
-                early_stopping=search.get("early_stopping", False),
-            ),
+            Search(num_beams=beams, length_penalty=penalty, early_stopping=early_stopping),
             integers("eos", chosen["eos"]) if "eos" in chosen else None,
             integer("pad", chosen["pad"]) if "pad" in chosen else None,
             integers("forced_eos", chosen.get("forced_eos")),
+            given.get("weights"),
+            given.get("dtype"),
         )
 
 
-OTHERS = ("key", "mask", "weights", "dtype")
+OTHERS = ("key", "mask")
 """The keywords of `zerojax.generate` beside options."""
 
 

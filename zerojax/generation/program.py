@@ -17,7 +17,7 @@ from jax.tree_util import PyTreeDef
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
-from zerojax.generation.beam_search import Search, beam_search, begun, only, repeated
+from zerojax.generation.beam_search import Ends, Search, beam_search, begun, only, repeated
 from zerojax.generation.decoders import Cache, Decoder, Source, Traced
 from zerojax.generation.layers import Layered, run, shapes, unstacked
 from zerojax.generation.sampling import Sampling
@@ -89,6 +89,23 @@ class Progress(NamedTuple):
     cache: Layered
 
 
+class Storage(NamedTuple):
+    """The places of parameters and cache.
+
+    Attributes:
+      mesh: The devices; None for parameters that are on no mesh.
+      shards: The sharding of each parameter that is gathered or copied where it is used.
+      structure: `jax.tree.structure` of the parameters.
+      cache_layers: For each array of the cache the number of layers that are unstacked; 0 for an
+        array that is not.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    shards: tuple[NamedSharding | None, ...]
+    structure: PyTreeDef
+    cache_layers: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """Everything that decides the programs of a generation, but shapes.
@@ -99,14 +116,8 @@ class Generation:
       sampling: The choice of tokens.
       common: The number of tokens that are read of each prompt at once: of the longest if the
         decoder takes positions, rounded up; else of the shortest.
-      eos: The tokens that end a row.
-      pad: The token after the end of a row.
-      forced_eos: The tokens of which one is the last of a row that has not ended; none forces none.
-      structure: `jax.tree.structure` of the parameters.
-      cache_layers: For each array of the cache the number of layers that are unstacked; 0 for an
-        array that is not.
-      mesh: The devices; None for parameters that are on no mesh.
-      shards: The sharding of each parameter that is gathered or copied where it is used.
+      ends: The tokens at the end of a row.
+      storage: The places of parameters and cache.
       search: The beam search, if there is more than one beam.
       small_products: The products of one row that compute two; None for none.
     """
@@ -115,13 +126,8 @@ class Generation:
     cache: Cache
     sampling: Sampling
     common: int
-    eos: tuple[int, ...]
-    pad: int
-    forced_eos: tuple[int, ...]
-    structure: PyTreeDef
-    cache_layers: tuple[int, ...]
-    mesh: Mesh | AbstractMesh | None
-    shards: tuple[NamedSharding | None, ...]
+    ends: Ends
+    storage: Storage
     search: Search
     small_products: SmallProducts | None = None
 
@@ -160,11 +166,12 @@ class Generation:
 
     def _run(self, function: Any, arrays: Layered, *args: Any) -> Progress:
         """Runs a function of the parameters; gathers parameters where they are used."""
-        if self.mesh is None or not any(self.shards):
+        mesh, shards = self.storage.mesh, self.storage.shards
+        if mesh is None or not any(shards):
             return function(arrays, *args)  # type: ignore[no-any-return]
         closed, out = jax.make_jaxpr(function, return_shape=True)(shapes(arrays), *args)
-        inserter = weights.inserter_of(self.mesh)
-        values = weights.entered(arrays, self.shards, inserter)
+        inserter = weights.inserter_of(mesh)
+        values = weights.entered(arrays, shards, inserter)
         given = jax.tree.leaves(args)
         cache = {id(x) for arg in args if isinstance(arg, Progress) for x in arg.cache}
         dims = [0 if jnp.ndim(x) and id(x) not in cache else None for x in given]
@@ -178,19 +185,17 @@ class Generation:
     ) -> tuple[jax.Array, Layered]:
         """Calls the decoder; unstacked layers run one after another."""
         before: Any = cache if isinstance(cache, Source) else shapes(cache)
-        traced = Traced.of(
-            self.decoder, self.structure, self.cache.structure, shapes(arrays), before, tokens,
-            positions,
-        )  # fmt: skip
+        structures = self.storage.structure, self.cache.structure
+        traced = Traced.of(self.decoder, structures, shapes(arrays), before, tokens, positions)
         given = [*arrays, *(cache if isinstance(cache, list) else jax.tree.leaves(cache))]
         closed = traced.closed
         if self.small_products:
             closed = with_repeated_rows(closed, self.small_products)
         logits, *after = run(closed, [*given, tokens, positions])
         if isinstance(cache, Source):
-            return logits, unstacked(after, self.cache_layers)
+            return logits, unstacked(after, self.storage.cache_layers)
         # An array that does not change keeps its layers, so that a beam search sees that.
-        layers = zip(cache, after, self.cache_layers, strict=True)
+        layers = zip(cache, after, self.storage.cache_layers, strict=True)
         return logits, [old if old is x else unstacked([x], [n])[0] for old, x, n in layers]
 
     def _start(
@@ -202,7 +207,7 @@ class Generation:
     ) -> Progress:
         rows, common = len(tokens), self.common
         empty = [*map(self._empty, self.cache.shapes, self.cache.rows)]
-        cache = unstacked(empty, self.cache_layers)
+        cache = unstacked(empty, self.storage.cache_layers)
         at = lengths.prompt - 1
         if source is not None:
             _, start = self._read(arrays, source, tokens[:, :1], jnp.zeros((rows, 1), jnp.int32))
@@ -227,7 +232,7 @@ class Generation:
 
     def _empty(self, x: jax.ShapeDtypeStruct, rows: int) -> jax.Array:
         """Returns zeros for an array of the cache, sharded over the rows' devices."""
-        empty, mesh = jnp.zeros(x.shape, x.dtype), self.mesh
+        empty, mesh = jnp.zeros(x.shape, x.dtype), self.storage.mesh
         if mesh is None or rows < 0 or x.shape[rows] % batch_devices(mesh):
             return empty
         spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -242,18 +247,19 @@ class Generation:
         logits, cache = self._read(arrays, progress.cache, tokens[rows, at][:, None], at[:, None])
         logits = logits[:, -1]
         invalid = progress.invalid | (~done & jnp.isnan(logits).any(-1))
-        if self.forced_eos:
+        if self.ends.forced:
             is_last = (at + 2 == lengths.complete)[:, None]
-            logits = jnp.where(is_last, only(self.forced_eos, logits.shape[-1]), logits)
+            logits = jnp.where(is_last, only(self.ends.forced, logits.shape[-1]), logits)
         step_key = None if key is None else jax.random.fold_in(key, progress.step)
         drawn = self.sampling.choose(logits, step_key)
         following = jnp.minimum(at + 1, tokens.shape[1] - 1)
         is_prompt = at + 1 < lengths.prompt
         new = jnp.where(is_prompt, tokens[rows, following], drawn)
-        new = jnp.where(done, self.pad, new)
+        new = jnp.where(done, self.ends.pad, new)
         tokens = tokens.at[rows, following].set(jnp.where(done, tokens[rows, following], new))
         at = jnp.where(done, at, following)
-        ended = functools.reduce(jnp.logical_or, [new == eos for eos in self.eos], jnp.array(False))
+        matches = [new == eos for eos in self.ends.eos]
+        ended = functools.reduce(jnp.logical_or, matches, jnp.array(False))
         done |= (~is_prompt & ended) | (at + 1 >= lengths.complete)
         return Progress(tokens, new, at, done, invalid, progress.step + 1, cache)
 
@@ -269,7 +275,7 @@ class Generation:
 
     def _search_beams(self, arrays: Layered, progress: Progress, lengths: Lengths) -> Progress:
         count, (rows, longest) = self.search.num_beams, progress.tokens.shape
-        layers = zip(self.cache.rows, self.cache_layers, strict=True)
+        layers = zip(self.cache.rows, self.storage.cache_layers, strict=True)
         axes = [(axis - 1,) * n if n else axis for axis, n in layers]
         start = lengths.prompt - 1
         first = jnp.repeat(start, count)
@@ -280,12 +286,14 @@ class Generation:
             return logits[:, -1], cache
 
         targets, scores = beam_search(
-            step, repeated(progress.cache, axes, count),
-            rows=rows, start=progress.tokens[jnp.arange(rows), start], end=self.eos,
-            forced_eos=self.forced_eos, pad=self.pad, max_length=longest,
-            stop=(lengths.complete - start).max(), cache_axes=axes,
-            **dataclasses.asdict(self.search),
-        )  # fmt: skip
+            step,
+            repeated(progress.cache, axes, count),
+            progress.tokens[jnp.arange(rows), start],
+            self.ends,
+            dataclasses.replace(self.search, max_length=longest),
+            stop=(lengths.complete - start).max(),
+            cache_axes=axes,
+        )
         columns = jnp.arange(longest) - start[:, None]
         new = jnp.take_along_axis(targets, jnp.maximum(columns, 0), axis=1)
         tokens = jnp.where(columns < 0, progress.tokens, new)
@@ -316,8 +324,8 @@ class Programs:
     """
 
     def __init__(self, generation: Generation, devices: Mesh | None) -> None:
-        self.on_host = weights.on_host(generation.shards)
-        if devices is not None and not any(generation.shards):
+        self.on_host = weights.on_host(generation.storage.shards)
+        if devices is not None and not any(generation.storage.shards):
             small = SmallProducts.on(devices)
             generation = dataclasses.replace(generation, small_products=small)
 

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.distributed.equality import require_same_values
 from zerojax.distributed.lockstep import lockstep
 from zerojax.generation import weights as at_rest
+from zerojax.generation.beam_search import Ends
 from zerojax.generation.checks import check_dtype, check_key, check_values, integers, require
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source, decoder_of
 from zerojax.generation.options import Options
@@ -23,11 +24,11 @@ from zerojax.generation.program import (
     Lengths,
     Programs,
     Progress,
+    Storage,
     kept_programs,
     rounded,
 )
 from zerojax.generation.prompts import Prompts, Tokens
-from zerojax.generation.weights import Weights
 from zerojax.plan.table import size
 from zerojax.xla.types import PyTree
 
@@ -70,12 +71,10 @@ class Run(NamedTuple):
         *,
         mask: ArrayLike | None = None,
         key: jax.Array | None = None,
-        weights: Weights | None = None,
-        dtype: DTypeLike | None = None,
     ) -> Run:
         check_values(params=params, tokens=tokens, mask=mask, key=key)
-        _check_options(options, key, weights)
-        check_dtype(dtype)
+        _check_options(options, key)
+        check_dtype(options.dtype)
         decoder, params = decoder_of(model, params)
         check_values(params=params)
         given, source, eos, pad = Prompts.of(tokens, mask), None, options.eos, options.pad
@@ -88,31 +87,38 @@ class Run(NamedTuple):
         rows, longest = prompts.tokens.shape
         total = longest + options.max_new_tokens
         _check_room(longest, options.max_new_tokens, limit)
-        shapes, room = at_rest.shapes(params, dtype), rounded(total, limit)
+        shapes, room = at_rest.shapes(params, options.dtype), rounded(total, limit)
         cache = Cache.of(decoder, shapes, rows, room, source)
         given.check(cache.vocabulary)
-        ends, pad = _end_tokens(eos or (), pad, options.forced_eos, cache.vocabulary)
+        pad = next(iter(eos or ()), 0) if pad is None else pad
+        ends = Ends(eos or (), pad, options.forced_eos)
+        for name, each in zip(
+            ("eos", "pad", "forced_eos"), (ends[0], (pad,), ends[2]), strict=True
+        ):
+            for token in each:
+                is_known, of_model = 0 <= token < cache.vocabulary, f"{cache.vocabulary} tokens"
+                require(is_known, name, token, f"one of the model's {of_model}")
         mesh = at_rest.mesh_of(jax.tree.leaves(params))
         _check_beams(options.search.num_beams, cache, mesh)
         stacks = cache.stacks(decoder, shapes)
         if mesh is not None and (calls := lockstep(mesh)):
             calls.note("zerojax.generate")
-            how = (options, ends, pad, weights, dtype)
-            values = {"options": np.array(repr(how)), "key": key, **given._asdict()}
+            how = np.array(repr((options, ends)))
+            values = {"options": how, "key": key, **given._asdict()}
             require_same_values("zerojax.generate", values, SAME_PROMPTS)
+        kept = options.search.num_beams * cache.bytes
         placed = at_rest.place(
-            jax.tree.leaves(params), weights, dtype, options.search.num_beams * cache.bytes,
-            stacks.params,
-        )  # fmt: skip
+            jax.tree.leaves(params), options.weights, options.dtype, kept, stacks.params
+        )
         lengths = prompts.lengths
         common = int(lengths.min())
         if decoder.takes_positions:
             common = min(rounded(longest, limit), room) if longest > 1 else 1
+        structure, layers = jax.tree.structure(params), placed.cache_layers(stacks)
+        storage = Storage(placed.mesh, placed.shards, structure, layers)
         generation = Generation(
-            decoder, cache, options.sampling, common, ends, pad, options.forced_eos,
-            jax.tree.structure(params), placed.cache_layers(stacks), placed.mesh, placed.shards,
-            options.search,
-        )  # fmt: skip
+            decoder, cache, options.sampling, common, ends, storage, options.search
+        )
         padded = np.full((rows, room), pad, np.int32)
         padded[:, :longest] = np.where(prompts.mask, prompts.tokens, pad)
         arrays: tuple[Any, Any, Any] = (
@@ -183,7 +189,7 @@ class Run(NamedTuple):
             yield progress
 
 
-def _check_options(options: Options, key: object, weights: Weights | None) -> None:
+def _check_options(options: Options, key: object) -> None:
     """Rejects options that are out of range, or that exclude each other."""
     sampling, beams = options.sampling, options.search.num_beams
     require(options.max_new_tokens >= 1, "max_new_tokens", options.max_new_tokens, "1 or more")
@@ -198,8 +204,8 @@ def _check_options(options: Options, key: object, weights: Weights | None) -> No
                 f"num_beams = {beams} beside temperature = {sampling.temperature}: set one of them "
                 "to its default"
             )
-    is_known = weights in (None, "gathered", "by_layer")
-    require(is_known, "weights", weights, '"gathered", "by_layer" or None')
+    is_known = options.weights in (None, "gathered", "by_layer")
+    require(is_known, "weights", options.weights, '"gathered", "by_layer" or None')
 
 
 def _check_beams(num_beams: int, cache: Cache, mesh: Any) -> None:
@@ -229,21 +235,6 @@ def _check_room(longest: int, max_new_tokens: int, limit: int | None) -> None:
             f"positions for {limit}: shorten it, or pass max_new_tokens = "
             f"{max(limit - longest, 0)} or less, not {max_new_tokens}"
         )
-
-
-def _end_tokens(
-    ends: tuple[int, ...], pad: int | None, forced: tuple[int, ...], vocabulary: int
-) -> tuple[tuple[int, ...], int]:
-    """Returns the tokens that end a row, and the one after the end.
-
-    Raises:
-      ValueError: A token is not in the vocabulary.
-    """
-    pad = next(iter(ends), 0) if pad is None else pad
-    named = (("eos", ends), ("pad", (pad,)), ("forced_eos", forced))
-    for name, token in ((name, token) for name, tokens in named for token in tokens):
-        require(0 <= token < vocabulary, name, token, f"one of the model's {vocabulary} tokens")
-    return ends, pad
 
 
 def _on(mesh: Mesh, spec: PartitionSpec, values: PyTree) -> PyTree:

@@ -27,29 +27,34 @@ class Process(NamedTuple):
     """One process to start.
 
     Attributes:
-      name: Name in messages: "process 2".
-      prefix: Prefix of the process's lines on the terminal: "[2] ".
+      number: Its number among the processes of the job; None for mpirun, which forwards the output
+        and the failures of other launchers.
       command: Program and arguments.
       environ: Complete environment of the process.
       cpus: The CPUs that the process may use; None: the CPUs of the launcher.
-      stdin: Whether the process has the launcher's standard input.
       log: File for the process's output.
       joined: File ``joined.N`` that must exist when the process ends with status 0; otherwise the
         end is a failure. A file ``ended.N`` beside it says that the script has ended.
       error: File with the time and the traceback of the exception that ended the process.
-      relays: Whether the process forwards the output, and the failures, of other launchers.
     """
 
-    name: str
-    prefix: str
+    number: int | None
     command: list[str]
     environ: dict[str, str]
     cpus: frozenset[int] | None = None
-    stdin: bool = False
     log: Path | None = None
     joined: Path | None = None
     error: Path | None = None
-    relays: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return "mpirun" if self.number is None else f"process {self.number}"
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the process's lines on the terminal."""
+        return "" if self.number is None else f"[{self.number}] "
 
 
 class Outcome(NamedTuple):
@@ -150,13 +155,13 @@ class Group:
                 os.sched_setaffinity(0, process.cpus)
 
         prefix = process.prefix.encode()
-        stderr = Source(prefix, 2, log, [] if process.relays else None)
+        stderr = Source(prefix, 2, log, [] if process.number is None else None)
         pipes = [self._relay.pipe(Source(prefix, 1, log)), self._relay.pipe(stderr)]
         try:
             child = subprocess.Popen(
                 process.command,
                 env=process.environ,
-                stdin=None if process.stdin else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if process.number else None,  # for mpirun or process 0
                 stdout=pipes[0],
                 stderr=pipes[1],
                 start_new_session=True,
@@ -293,10 +298,10 @@ class Group:
                 "another status"
             )
             return Failure(ended.at, 1, why, "")
-        verb = "ended" if process.relays else "failed first"
+        verb = "ended" if process.number is None else "failed first"
         why = f"{process.name} {verb}: {_ending(ended.code)}"
         at, text = _error(ended)
-        if not text and not process.relays:
+        if not text and process.number is not None:
             tail = self._stderr[ended.pid].tail.decode(errors="replace")
             start = tail.find("Traceback (most recent call last):")
             text = tail[start:] if start >= 0 else ""

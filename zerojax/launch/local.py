@@ -41,9 +41,7 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
     """
     count = node.counts[node.rank]
     if gpus and count > len(gpus):
-        raise UsageError(
-            f"{count} processes do not fit {len(gpus)} GPUs: start fewer, or set JAX_PLATFORMS=cpu"
-        )
+        raise UsageError(f"{count} processes do not fit {len(gpus)} GPUs: start fewer")
     if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
         raise UsageError(
             f"--nproc-per-node {count}: {os.cpu_count()} CPUs take at most {_CPU_PROCESSES} "
@@ -109,12 +107,10 @@ def processes(
         added = settings(job, node, place, run_dir, bool(gpus))
         result.append(
             Process(
-                name=f"process {i}",
-                prefix=f"[{i}] ",
+                number=i,
                 command=job.command,
                 environ={**environ, **defaults(environ, bool(gpus)), **added},
                 cpus=place.cpus,
-                stdin=i == 0,
                 log=logs and logs / f"{i}.log",
                 joined=run_dir / f"joined.{i}" if sum(node.counts) > 1 else None,
                 error=run_dir / f"error.{i}",
@@ -184,9 +180,7 @@ def new_attempt(folder: Path) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise UsageError(
-                f"--log-dir {folder}: {in_a_line(error)}; name another folder"
-            ) from None
+            raise UsageError(f"--log-dir {folder}: {in_a_line(error)}; name another") from None
 
 
 def _keep(files: list[Path], folder: Path) -> None:

@@ -68,7 +68,7 @@ def run(
         node_environ = {**environ, PART: "1"}
         commands = [node_command(part, node, node_environ) for node in nodes()]
         command = mpirun_command(hosts, commands, "-x", TOKEN)
-        process = Process("mpirun", "", command, with_token(environ), stdin=True, relays=True)
+        process = Process(None, command, with_token(environ))
         # mpirun kills on SIGTERM, but forwards SIGUSR1.
         outcome = Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
         if outcome.failure is not None:

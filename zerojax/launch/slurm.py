@@ -122,9 +122,7 @@ def submit(script: str, environ: Mapping[str, str]) -> int:
       UsageError: sbatch is not installed on this machine.
     """
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
-        raise UsageError(
-            "--slurm: sbatch is not installed: run this on a login node, or with --dry-run"
-        )
+        raise UsageError("--slurm: no sbatch here: run this on a login node, or with --dry-run")
     completed = subprocess.run(["sbatch"], input=script, text=True, check=False, env=dict(environ))
     return completed.returncode
 

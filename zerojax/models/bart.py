@@ -226,9 +226,8 @@ class Stack(nn.Module):
             x = _layer_norm(c, "layernorm_embedding")(x)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, _ = run_blocks(
-            self.block, (c, deterministic), x, *inputs,
-            layers=range(self.layers), name="layers", scan=c.scan, remat=c.remat,
-        )  # fmt: skip
+            self.block, c, (deterministic,), x, *inputs, layers=range(self.layers), name="layers"
+        )
         return _layer_norm(c, "layer_norm")(x) if c.add_final_layer_norm else x
 
 

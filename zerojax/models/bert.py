@@ -107,8 +107,7 @@ class Embeddings(nn.Module):
         if tokens > c.block_size:
             raise ValueError(
                 f"{tokens} tokens in a row, but max_position_embeddings = "
-                f"{c.max_position_embeddings} of a RoBERTa begin at {first}: cut the rows, or "
-                "increase it"
+                f"{c.max_position_embeddings} of a RoBERTa begin at {first}: cut the rows"
             )
         is_token = input_ids != c.pad_token_id
         return jnp.cumsum(is_token, axis=1) * is_token + c.pad_token_id
@@ -122,12 +121,10 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        c, fields = self.config, (self.config, self.deterministic, SelfAttention)
+        c, fields = self.config, (self.deterministic, SelfAttention)
         keys = None if mask is None else mask[:, None, None, :].astype(bool)
         layers = range(c.num_hidden_layers)
-        return run_blocks(
-            Block, fields, x, keys, layers=layers, name="layer", scan=c.scan, remat=c.remat
-        )[0]
+        return run_blocks(Block, c, fields, x, keys, layers=layers, name="layer")[0]
 
 
 class Bert(nn.Module):

@@ -57,15 +57,14 @@ def causal_attention(
     mask: jax.Array | None = None,
     *,
     dropout: Dropout = lambda x: x,
-    window: int | None = None,
-    is_windowed: jax.Array | bool = True,
+    window: int | jax.Array | None = None,
     softcap: float | None = None,
     positions: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]`, softmax in fp32 or wider.
 
     `mask` is that of `Attention`. With `window`, a position attends to that many positions, the
-    last of them itself, where `is_windowed` is true. With `softcap` c, the scores s become
+    last of them itself. With `softcap` c, the scores s become
     c tanh(s / c). `positions` [B, T] are those of the queries among the S keys, by default the
     queries' columns.
 
@@ -80,8 +79,8 @@ def causal_attention(
         positions = jnp.arange(queries)
     distances = positions[..., None] - jnp.arange(keys)  # [T, S] or [B, T, S]
     visible = distances >= 0
-    if window:
-        visible &= (distances < window) | ~jnp.asarray(is_windowed)
+    if window is not None:
+        visible &= distances < window
     if visible.ndim == 3:
         visible = visible[:, None]
     if mask is None:
@@ -97,8 +96,7 @@ def grouped_attention(
     v: jax.Array,
     mask: jax.Array | None = None,
     *,
-    window: int | None = None,
-    is_windowed: jax.Array | bool = True,
+    window: int | jax.Array | None = None,
     softcap: float | None = None,
     positions: jax.Array | None = None,
 ) -> jax.Array:
@@ -110,9 +108,8 @@ def grouped_attention(
     """
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     attend_group = functools.partial(
-        causal_attention,
-        mask=mask, window=window, is_windowed=is_windowed, softcap=softcap, positions=positions,
-    )  # fmt: skip
+        causal_attention, mask=mask, window=window, softcap=softcap, positions=positions
+    )
     return jax.vmap(attend_group, (3, None, None), 3)(grouped, k, v).reshape(q.shape)
 
 
@@ -134,8 +131,7 @@ def padding_mask(attention_mask: jax.Array | None, tokens: jax.Array) -> jax.Arr
         return None
     if attention_mask.shape != tokens.shape:
         raise ValueError(
-            f"attention_mask has shape {attention_mask.shape}, and the tokens {tokens.shape}: pass "
-            "a number for each token, 0 on padding"
+            f"attention_mask has shape {attention_mask.shape}, not the tokens' {tokens.shape}"
         )
     return attention_mask != 0
 
@@ -152,37 +148,36 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 
 def run_blocks(
     block: type[nn.Module],
+    config: ModelConfig,
     fields: Sequence[object],
     x: jax.Array,
     *inputs: object,
     layers: range,
     name: str,
-    scan: bool,
-    remat: bool | str,
     each: PyTree = None,
 ) -> tuple[jax.Array, PyTree]:
     """Runs blocks one after another, unrolled or stacked; must be called within a module.
 
     Args:
       block: The block's class; `__call__(x, each, *inputs)` returns x and a second result.
-      fields: The arguments of the block's constructor.
+      config: The first argument of the block's constructor. Its `scan` stacks the blocks, so that
+        one is compiled in place of all. With its `remat` a block saves only its input and
+        recomputes the rest in the backward pass; or it names a policy for `zerojax.remat_policy`.
+      fields: The other arguments.
       x: The input of the first block.
       inputs: Inputs that all blocks share.
       layers: Numbers of the blocks; they are part of the names of unrolled blocks.
       name: The name of the stack with leaves [L, ...]; unrolled blocks are `name_0`, `name_1`, ...
-      scan: Whether the blocks are stacked, so that one is compiled in place of all.
-      remat: Whether a block saves only its input and recomputes the rest in the backward pass; or
-        the name of a policy for `zerojax.remat_policy`.
       each: The separate input of each block: leaves [L, ...] for a stack, a sequence for unrolled
         blocks.
 
     Returns:
       x after the last block, and the blocks' second results in the form of `each`.
     """
-    if remat:
+    if config.remat:
         # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
-        block = nn.remat(block, prevent_cse=not scan, policy=policy_of(remat))
-    if scan:
+        block = nn.remat(block, prevent_cse=not config.scan, policy=policy_of(config.remat))
+    if config.scan:
         stack = nn.scan(
             block,
             variable_axes={"params": 0, "cache": 0, "memory": 0},
@@ -190,11 +185,11 @@ def run_blocks(
             in_axes=(0, *(nn.broadcast for _ in inputs)),
             length=len(layers),
         )
-        return stack(*fields, name=name)(x, each, *inputs)
+        return stack(config, *fields, name=name)(x, each, *inputs)
     block_inputs = each or [None] * len(layers)
     block_outputs = []
     for i, block_input in zip(layers, block_inputs, strict=True):
-        x, block_output = block(*fields, name=f"{name}_{i}")(x, block_input, *inputs)
+        x, block_output = block(config, *fields, name=f"{name}_{i}")(x, block_input, *inputs)
         block_outputs.append(block_output)
     return x, block_outputs
 
@@ -217,8 +212,7 @@ def last_tokens(x: jax.Array, tokens: jax.Array, pad_token_id: int | None) -> ja
     if pad_token_id is None:
         if len(tokens) > 1:
             raise ValueError(
-                "the config has no pad_token_id, which finds each row's last token: set it, or "
-                "load the model with from_folder(folder, pad_token_id=...)"
+                "the config has no pad_token_id: set it, or from_folder(folder, pad_token_id=...)"
             )
         return x[:, -1]
     positions = jnp.arange(tokens.shape[1])

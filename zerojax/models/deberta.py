@@ -227,22 +227,21 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        c, fields, table = self.config, (self.config, self.deterministic), None
+        c, fields, table = self.config, (self.deterministic, SelfAttention), None
         if c.pos_att_type:
             table = embed(2 * c.span, c, "rel_embeddings").embedding
             if c.norm_rel_ebd == "layer_norm":
                 table = layer_norm(c)(table)
         keys = None if mask is None else mask[:, None, None, :].astype(bool)
 
-        def run(x: jax.Array, layers: range, scan: bool) -> jax.Array:
-            inputs = (Block, (*fields, SelfAttention), x, keys, table)
-            return run_blocks(*inputs, layers=layers, name="layer", scan=scan, remat=c.remat)[0]
+        def run(x: jax.Array, c: DebertaConfig, layers: range) -> jax.Array:
+            return run_blocks(Block, c, fields, x, keys, table, layers=layers, name="layer")[0]
 
         layers = range(c.num_hidden_layers)
         if c.conv_kernel_size:
-            y, layers = run(x, layers[:1], scan=False), layers[1:]
-            x = Conv(*fields, name="conv")(x, y, mask)
-        return run(x, layers, c.scan) if layers else x
+            y = run(x, dataclasses.replace(c, scan=False), layers[:1])
+            x, layers = Conv(c, self.deterministic, name="conv")(x, y, mask), layers[1:]
+        return run(x, c, layers) if layers else x
 
 
 class Deberta(nn.Module):

@@ -219,10 +219,7 @@ class GPT(nn.Module):
         if self.is_initializing():  # its batch need not divide among the devices
             kernels, attention, layout = None, None, Layout()
         if kernels and layout.sequence:
-            raise ValueError(
-                "GPT: fused kernels take full rows, and the mesh has an axis 'seq': remove one of "
-                "them"
-            )
+            raise ValueError("GPT: fused kernels take full rows: remove the mesh axis 'seq'")
         layout.check(tokens)
         check_length(tokens, c, "block_size")
         if attention is None:
@@ -234,9 +231,9 @@ class GPT(nn.Module):
         x = layout.embedded(wte, tokens) + wpe(at)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, _ = run_blocks(
-            Block, (c, deterministic, attention, layout, kernels), x,
+            Block, c, (deterministic, attention, layout, kernels), x,
             padding_mask(attention_mask, tokens), positions,
-            layers=range(c.n_layer), name="h", scan=c.scan, remat=c.remat,
+            layers=range(c.n_layer), name="h",
         )  # fmt: skip
         x = normalize(_layer_norm(c, "ln_f"), x, kernels)
         if kernels and targets is not None and not c.num_labels:
@@ -259,9 +256,8 @@ def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None
     """
     if kernels:
         raise ValueError(
-            "kernels: the fused layers do not support tensor parallelism: remove them and "
-            f"pass only attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}), or "
-            f"remove {tensor.axis!r} from the mesh"
+            "kernels: the fused layers do not support tensor parallelism: remove them, or "
+            f"{tensor.axis!r} from the mesh"
         )
     tensor.check(config, "n_head", "n_embd", "vocab_size")
 

@@ -174,7 +174,7 @@ class SelfAttention(nn.Module):
         self,
         x: jax.Array,
         tables: Tables,
-        is_windowed: jax.Array | bool | None,
+        window: jax.Array | int | None,
         mask: jax.Array | None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
@@ -193,8 +193,7 @@ class SelfAttention(nn.Module):
             q *= math.sqrt(c.head_size / c.query_pre_attn_scalar)
         plain = partial(
             grouped_attention,
-            window=c.sliding_window,
-            is_windowed=True if is_windowed is None else is_windowed,
+            window=c.sliding_window if window is None else window,
             softcap=c.attn_logit_softcapping,
         )
         attention = plain if attention is grouped_attention else attention
@@ -233,7 +232,7 @@ class Block(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        is_windowed: jax.Array | bool | None,
+        window: jax.Array | int | None,
         tables: Tables,
         mask: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -242,7 +241,7 @@ class Block(nn.Module):
         x = layout.tokens(x)
         attn = layout.branch(SelfAttention(c, self.attention, layout, name="self_attn"))
         mlp = layout.branch(layout.in_chunks(self._mlp(), c.mlp_chunks))
-        a = attn(_rms_norm(c, "input_layernorm")(x), tables, is_windowed, mask, positions)
+        a = attn(_rms_norm(c, "input_layernorm")(x), tables, window, mask, positions)
         if not c.post_norms:
             x = x + a
             return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
@@ -292,13 +291,10 @@ class Llama(nn.Module):
         c = self.config
         if self.attention is not grouped_attention and (c.attn_logit_softcapping or c.layer_types):
             raise ValueError(
-                "attn_logit_softcapping and layer_types need "
-                "zerojax.models.blocks.grouped_attention: use it"
+                "attn_logit_softcapping and layer_types need grouped_attention: use it"
             )
         if self.tensor and c.num_local_experts:
-            raise ValueError(
-                f"num_local_experts: experts are not sharded over {self.tensor.axis!r}: remove it"
-            )
+            raise ValueError(f"experts are not sharded: remove {self.tensor.axis!r}")
         if self.tensor:
             sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")
             self.tensor.check(self.config, *sizes)
@@ -332,12 +328,14 @@ class Llama(nn.Module):
         tables = rotary_tables(tokens.shape[1], c.head_size, c, c.block_size, positions)
         if positions is None:
             tables = jax.tree.map(layout.positions, tables)
-        windowed = [kind == WINDOWED for kind in c.layer_types]
+        # No distance reaches the window of a layer that sees all rows.
+        widths = {WINDOWED: c.sliding_window, FULL: jnp.iinfo(jnp.int32).max}
+        windows = [widths[kind] for kind in c.layer_types]
         x, _ = run_blocks(
-            Block, (c, attention, layout, self.per_device), x, tables,
+            Block, c, (attention, layout, self.per_device), x, tables,
             padding_mask(attention_mask, tokens), positions,
-            layers=range(c.n_layer), name="layers", scan=c.scan, remat=c.remat,
-            each=jnp.array(windowed) if c.scan and windowed else windowed or None,
+            layers=range(c.n_layer), name="layers",
+            each=jnp.array(windows) if c.scan and windows else windows or None,
         )  # fmt: skip
         x = layout.gathered(_rms_norm(c, "norm")(layout.tokens(x)))
         if c.num_labels:

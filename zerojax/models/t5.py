@@ -213,8 +213,8 @@ class Stack(nn.Module):
         bias = self._bias(positions, x.shape[1] if mask is None else mask.shape[-1])
         x = _dropout(c, deterministic)(x)
         x, _ = run_blocks(
-            self.block, (c, deterministic), x, mask, bias, *inputs,
-            layers=range(self.layers), name="block", scan=c.scan, remat=c.remat,
+            self.block, c, (deterministic,), x, mask, bias, *inputs,
+            layers=range(self.layers), name="block",
         )  # fmt: skip
         return _dropout(c, deterministic)(norm(c, "final_layer_norm")(x))
 

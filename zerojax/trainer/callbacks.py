@@ -172,8 +172,7 @@ def check_metric(name: str, metrics: Mapping[str, object]) -> None:
     """
     if name not in metrics:
         raise ValueError(
-            f'metric_for_best_model is "{name}", and an evaluation gives {", ".join(metrics)}: '
-            "name one of these, or return it from compute_metrics"
+            f'metric_for_best_model is "{name}": name one of these: {", ".join(metrics)}'
         )
 
 
@@ -200,9 +199,7 @@ class Callbacks:
         self._all = [callback() if isinstance(callback, type) else callback for callback in given]
         for callback in self._all:
             if not isinstance(callback, TrainerCallback):
-                raise TypeError(
-                    f"callbacks: {callback!r} is no callback; derive it from TrainerCallback"
-                )
+                raise TypeError(f"callbacks: {callback!r} is no TrainerCallback")
             for name in dir(callback):
                 if name.startswith("on_") and name not in EVENTS:
                     reason = UNSUPPORTED_EVENTS.get(name) or suggestion(name, EVENTS)

@@ -118,7 +118,6 @@ class Trainer(ScriptMethods):
     callbacks: Callbacks
     train_dataset: data.AnyDataset | None
     eval_dataset: data.AnyDataset | Mapping[str, data.AnyDataset] | None
-    processing_class: Any
     epochs: data.Epochs
     zero: Zero
     state: TrainerState
@@ -426,7 +425,4 @@ def _check_cpus(args: TrainingArguments, platform: str) -> None:
       ValueError: They are not.
     """
     if args.use_cpu and platform != "cpu":
-        raise ValueError(
-            f"use_cpu = true, and JAX uses {platform}: set JAX_PLATFORMS=cpu, or call "
-            "jax.config.update('jax_platforms', 'cpu') before JAX is first used"
-        )
+        raise ValueError(f"use_cpu = true, and JAX uses {platform}: set JAX_PLATFORMS=cpu")

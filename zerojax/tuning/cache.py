@@ -65,7 +65,8 @@ class Cache:
         measurement = self._remembered(path)
         if measurement is not None:
             self.hits += 1
-            return dataclasses.replace(measurement, compile_seconds=0.0)
+            compile = dataclasses.replace(measurement.compile, seconds=0.0)
+            return dataclasses.replace(measurement, compile=compile)
         self.misses += 1
         measurement = self._measured(lowered, known, rates, nodes)
         self._keep(path, _MEASUREMENT.dump_json(measurement).decode())

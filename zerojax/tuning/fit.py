@@ -139,15 +139,15 @@ def fit(
         measured=cache,
     )
     if (stages := stage_size(mesh)) > 1:
-        space = dataclasses.replace(space, fewest=FILLED * stages)
-    elif space.bounds is None:
+        batches = dataclasses.replace(space.batches, fewest=FILLED * stages)
+        space = dataclasses.replace(space, batches=batches)
+    elif space.batches.bounds is None:
         space = dataclasses.replace(space, pipelines=study.pipelines)
     searched = search(study, space, compiles, seconds, done)
     ranking = tuple(searched.ranking)
-    if not ranking and study.failed is not None:
-        raise study.failed
     if not ranking:
-        raise OutOfMemoryError(_nothing_fits(study, searched, f"{mesh.size} x {rates.kind}"))
+        devices = f"{mesh.size} x {rates.kind}"
+        raise study.failed or OutOfMemoryError(_nothing_fits(study, searched, devices))
     chosen = ranking[0].choice
     return Fitted(
         chosen.json(fixed, world), chosen, ranking, tuple(searched.unseen), cache.misses, cache.hits

@@ -65,10 +65,11 @@ def search(
       seconds: The maximum duration of the search, in seconds.
       done: A function called with the number of modes that are done, and their total.
     """
-    bounds = space.bounds
+    bounds = space.batches.bounds
     shortest = bounds is not None and bounds.metric == "latency"
-    modes, sizes = list(space.modes()), space.sizes()
-    leanest = {mode.offload: space.choice(mode, sizes[0]) for mode in modes}  # the last of each
+    modes, sizes = list(space.modes()), space.batches.sizes()
+    # The last mode of each offload needs the least memory.
+    leanest = {mode.offload: space.batches.choice(mode, sizes[0]) for mode in modes}
     leanest_mode = [*leanest.values()][-1]
     at_most = bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)
     limits, infeasible = _Limits(trials, compiles, seconds), set[Offload]()
@@ -159,7 +160,7 @@ def _keep_more(
     modes = [dataclasses.replace(fastest, remat=name) for name in space.policies]
     try:
         for mode in modes:
-            for trial in _of_mode(limits, space, mode, space.sizes(), at_most):
+            for trial in _of_mode(limits, space, mode, space.batches.sizes(), at_most):
                 fitting[trial.choice] = trial
         fastest = ranked(fitting.values(), shortest)[0].choice
         least = dataclasses.replace(fastest, remat=True)
@@ -180,7 +181,7 @@ def _in_stages(
     if fastest.forecast.network_share < WAITS:
         return []
     stages = dict.fromkeys([fastest.choice.stage, *(n for n in space.stages if n == 1)])
-    staged = (space.in_stages(fastest.choice, n) for n in space.pipelines)
+    staged = (space.batches.in_stages(fastest.choice, n) for n in space.pipelines)
     modes = [dataclasses.replace(each, stage=stage) for each in staged for stage in stages]
     for i, mode in enumerate(modes):
         try:
@@ -207,7 +208,7 @@ def _of_mode(
         if index in tried:
             break
         tried.add(index)
-        choice = space.choice(mode, sizes[index])
+        choice = space.batches.choice(mode, sizes[index])
         if forecast := limits.fitting(choice):
             yield Trial(choice, forecast)
             low = index + 1

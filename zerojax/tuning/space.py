@@ -36,35 +36,24 @@ _ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Space:
-    """The settings that may be chosen.
+class Batches:
+    """The batch sizes that may be chosen.
 
     Attributes:
-      stages, remats, offloads: Values to try in every combination that the stage allows.
-      policies: Names for ``zerojax.remat_policy``, to try with the stage and the offload that are
-        fastest without them; empty if the model takes no ``remat_policy``.
       micro: Rows of a device in a micro-batch; None if open.
       accumulation: Micro-batches per update; None if open.
       fewest: The fewest micro-batches per update to try, where they are open.
       rows: Rows of a device in an update, a multiple of the micro-batch; None if open.
-      live: Elements of parameters that stay gathered over an update; None if open.
       bounds: The bounds of the search, from the config's section ``autotuning``; None if absent.
       world: The number of devices that share the rows, for the bounds on the rows of an update.
-      pipelines: Numbers of pipeline stages to try where the fastest choice waits for the network.
     """
 
-    stages: Sequence[int] = (0, 1, 2, 3)
-    remats: Sequence[bool | None] = (None,)
-    offloads: Sequence[Offload] = TRIED
-    policies: Sequence[str] = ()
     micro: int | None = None
     accumulation: int | None = None
     fewest: int = 1
     rows: int | None = None
-    live: int | None = None
     bounds: AutotuningConfig | None = None
     world: int = 1
-    pipelines: Sequence[int] = ()
 
     def sizes(self) -> list[int]:
         """Returns the allowed micro-batches in ascending order; powers of two if all is open.
@@ -84,9 +73,7 @@ class Space:
         within = [n for n in sizes if self._within(n)]
         if not within:
             raise ConfigError(
-                f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows is within "
-                "min_ and max_train_micro_batch_size_per_gpu, min_ and max_train_batch_size: "
-                "widen them"
+                f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows is within bounds"
             )
         return within
 
@@ -120,6 +107,28 @@ class Space:
         micro = self.micro or rows // n
         staged = dataclasses.replace(choice, pipeline=stages, offload="none")
         return dataclasses.replace(staged, micro=micro, accumulation=n)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """The settings that may be chosen.
+
+    Attributes:
+      stages, remats, offloads: Values to try in every combination that the stage allows.
+      policies: Names for ``zerojax.remat_policy``, to try with the stage and the offload that are
+        fastest without them; empty if the model takes no ``remat_policy``.
+      batches: The batch sizes.
+      live: Elements of parameters that stay gathered over an update; None if open.
+      pipelines: Numbers of pipeline stages to try where the fastest choice waits for the network.
+    """
+
+    stages: Sequence[int] = (0, 1, 2, 3)
+    remats: Sequence[bool | None] = (None,)
+    offloads: Sequence[Offload] = TRIED
+    policies: Sequence[str] = ()
+    batches: Batches = Batches()
+    live: int | None = None
+    pipelines: Sequence[int] = ()
 
     def modes(self) -> Iterator[Choice]:
         """Yields every possible combination of stage, remat and offload, the cheapest first."""
@@ -158,7 +167,7 @@ def left_open(
 
     Example:
       >>> space, _ = left_open({"zero_optimization": {"stage": 2}}, 64, 8, [None])
-      >>> space.stages, space.sizes(), space.offloads
+      >>> space.stages, space.batches.sizes(), space.offloads
       ((2,), [1, 2, 4, 8], ('none', 'optimizer', 'optimizer and parameters'))
     """
     fixed = copy.deepcopy(dict(config))
@@ -181,18 +190,21 @@ def left_open(
             f"{nearest_multiples(total, world)}"
         )
     stages = (1, 2, 3) if any(zero.get(key) for key in QUANTIZED) else (0, 1, 2, 3)
+    batches = Batches(
+        micro=micro,
+        accumulation=accumulation,
+        rows=total // world if isinstance(total, int) else None,
+        bounds=bounds,
+        world=world,
+    )
     space = Space(
         stages=(zero["stage"],) if "stage" in zero else stages,
         remats=remats,
         offloads=_offloads(zero),
-        micro=micro,
-        accumulation=accumulation,
-        rows=total // world if isinstance(total, int) else None,
+        batches=batches,
         live=load({"zero_optimization": {"stage": 3, LIVE: zero[LIVE]}}).stage3_max_live_parameters
         if LIVE in zero
         else None,
-        bounds=bounds,
-        world=world,
     )
     return space, fixed
 

@@ -166,8 +166,7 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
         return model
     if not isinstance(model, linen.Module | nnx.Module):
         raise TypeError(
-            f"a {type(model).__name__} is no flax model: return a linen module, an nnx.Module, or "
-            "zerojax.Workload(create_state, train_step, batch)"
+            f"a {type(model).__name__} is no flax model: return one, or a zerojax.Workload"
         )
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)}
@@ -226,10 +225,7 @@ def _linen(
         _logits(model, init, jnp.zeros((1, seq), jnp.int32))
         if others := set(variables) - {"params"}:
             name = type(model).__name__
-            raise ModelError(
-                f"{name} has {', '.join(sorted(others))} beside its parameters, which the step of "
-                f"a bare model does not update.\n{_TAKEN_AS}"
-            )
+            raise ModelError(f"{name} also has {', '.join(sorted(others))}.\n{_TAKEN_AS}")
         return cast(
             TrainState,
             TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx),

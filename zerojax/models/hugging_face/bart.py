@@ -11,7 +11,7 @@ from zerojax.models.bart import BLENDERBOT, Bart, BartConfig
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
-from zerojax.models.hugging_face.folder import TOKEN, Format
+from zerojax.models.hugging_face.folder import Format
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.losses import seq2seq_loss
 from zerojax.weights import Names, Tensor
@@ -126,6 +126,5 @@ FORMAT = Format(
     names,
     model=Bart,
     loss=seq2seq_loss,
-    inputs=lambda config: (TOKEN, TOKEN),
 )
 read_config, texts, export_names = FORMAT.read_config, FORMAT.texts, FORMAT.export_names

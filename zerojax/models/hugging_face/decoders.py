@@ -68,7 +68,6 @@ _WINDOW = ("sliding_window", "sliding_window", 4096)
 
 _LLAMA = Family(
     "llama",
-    "Llama",
     keys=(
         ("qkv_bias", "attention_bias", False),
         ("output_bias", "attention_bias", False),
@@ -77,7 +76,6 @@ _LLAMA = Family(
 )
 _MISTRAL = Family(
     "mistral",
-    "Mistral",
     keys=(_WINDOW,),
     defaults={
         "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
@@ -90,7 +88,6 @@ _QWEN: Json = {
 }  # fmt: skip
 _QWEN2 = Family(
     "qwen2",
-    "Qwen2",
     fixed={"qkv_bias": True},
     keys=(_WINDOW,),
     defaults=_QWEN,
@@ -99,7 +96,6 @@ _QWEN2 = Family(
 )
 _QWEN3 = Family(
     "qwen3",
-    "Qwen3",
     fixed={"qk_norm": True},
     keys=(
         _WINDOW,
@@ -112,7 +108,6 @@ _QWEN3 = Family(
 )
 _GEMMA2 = Family(
     "gemma2",
-    "Gemma2",
     fixed={
         "hidden_act": "gelu_pytorch_tanh", "scaled_embedding": True, "unit_offset": True,
         "post_norms": True,
@@ -140,7 +135,6 @@ _GEMMA2 = Family(
 )  # fmt: skip
 _PHI3 = Family(
     "phi3",
-    "Phi3",
     keys=(("sliding_window", "sliding_window", None),),
     defaults={
         "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
@@ -151,7 +145,6 @@ _PHI3 = Family(
 )  # fmt: skip
 _MIXTRAL = Family(
     "mixtral",
-    "Mixtral",
     keys=(
         ("sliding_window", "sliding_window", None),
         ("num_local_experts", "num_local_experts", 8),
@@ -159,9 +152,8 @@ _MIXTRAL = Family(
     ),
     defaults={
         "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
     },
-    theta=1000000.0,
     supported={"output_router_logits": (False,), "router_jitter_noise": (0.0,)},
     names=_mixtral_names,
 )  # fmt: skip

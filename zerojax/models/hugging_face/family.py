@@ -49,11 +49,9 @@ class Family:
 
     Attributes:
       model_type: The key `model_type` of a `config.json`.
-      prefix: The first part of transformers' class names: "Llama" of "LlamaForCausalLM".
       fixed: Fields of the config that all its models share.
       keys: Fields with their keys and transformers' defaults, in addition to `KEYS`.
       defaults: transformers' defaults that differ from those of `KEYS`, by key.
-      theta: transformers' default of `rope_theta`.
       supported: Values that the model supports, by key.
       layer_types: Returns transformers' default of `layer_types`; None if all layers are alike.
       names: Returns the tensors whose names are the family's own.
@@ -61,11 +59,9 @@ class Family:
     """
 
     model_type: str
-    prefix: str
     fixed: Fields = dataclasses.field(default_factory=dict)
     keys: Keys = ()
     defaults: Json = dataclasses.field(default_factory=dict)
-    theta: float = 10000.0
     supported: Supported = dataclasses.field(default_factory=dict)
     layer_types: Callable[[Json], Sequence[str]] | None = None
     names: Names = lambda config: {}
@@ -95,7 +91,8 @@ class Family:
         """
         config_file.check_supported(values, self.all_supported, MODULE)
         fields = config_file.from_keys(self.all_keys, values)
-        fields |= rope_keys.from_hf(values, self.theta, fields["block_size"])
+        theta = self.defaults.get("rope_theta", 10000.0)
+        fields |= rope_keys.from_hf(values, theta, fields["block_size"])
         fields |= self._windows(values, fields)
         if fields["n_kv_head"] == fields["n_head"]:
             fields["n_kv_head"] = None  # LlamaConfig's form
@@ -136,7 +133,7 @@ class Family:
             "bos_token_id": 1 if config.vocab_size > 2 else None,
             "eos_token_id": 2 if config.vocab_size > 2 else None,
             **config_file.with_labels(config_file.carried(config), config.num_labels),
-            "architectures": [f"{self.prefix}For{head}"],
+            "architectures": [f"{self.model_type.capitalize()}For{head}"],
             **config_file.to_keys(self.all_keys, config),
             **self._window_keys(config),
             "num_key_value_heads": config.kv_heads,
@@ -155,10 +152,7 @@ class Family:
             name = _PROPERTIES.get(field.name, field.name)
             ours, theirs = getattr(config, name), getattr(back, name)
             if ours != theirs:
-                raise ValueError(
-                    f"transformers' {self.model_type!r} has {name} = {theirs!r}, not {ours!r}: set "
-                    "another model_type in the config"
-                )
+                raise ValueError(f"{self.model_type!r} has {name} = {theirs!r}, not {ours!r}")
 
     def _window_keys(self, config: LlamaConfig) -> Json:
         keys: Json = {}

@@ -41,10 +41,9 @@ class Format(Generic[Config]):
       from_hf: Converts a `config.json` to a config.
       to_hf: Converts a config to a `config.json`.
       names: Returns the tensors of a model's parameters.
-      needed: Fields that a checkpoint must state, in addition to those without a default.
       model: The model's class, called with the config.
       loss: The loss of a bound model and a batch, for the Trainer; see `zerojax.models.losses`.
-      inputs: Returns the arguments of `model.init` as `jax.ShapeDtypeStruct`; one token by default.
+      needed: Fields that a checkpoint must state, in addition to those without a default.
       head: Patterns of the parameters that have no tensors after pretraining, so that a model
         that is loaded for training starts with new ones.
     """
@@ -53,12 +52,15 @@ class Format(Generic[Config]):
     from_hf: Callable[[Json], Config]
     to_hf: Callable[[Config], Json]
     names: Callable[[Config], weights.Names]
-    needed: Sequence[str] = ()
-    _: dataclasses.KW_ONLY
     model: Callable[[Config], nn.Module]
     loss: Loss
-    inputs: Callable[[Config], Sequence[jax.ShapeDtypeStruct]] = lambda config: (TOKEN,)
+    needed: Sequence[str] = ()
     head: Sequence[str] = ()
+
+    @property
+    def inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arguments of `model.init`: the source and the target of an encoder-decoder."""
+        return (TOKEN, TOKEN) if hasattr(self.model, "encode") else (TOKEN,)
 
     def read_config(self, folder: Path) -> Config:
         """Reads a folder's `config.json`, and keeps its `generation_config.json`.
@@ -103,10 +105,7 @@ class Format(Generic[Config]):
         ]
         saved = extra.get("model") if isinstance(extra, Mapping) else None
         if not isinstance(saved, Mapping) or not saved.keys() >= set(required):
-            raise ValueError(
-                f"its extra['model'] is {saved!r}, and needs {', '.join(required)} of "
-                f"{self.config.__name__}: save(step, state, extra={{'model': {{...}}}})"
-            )
+            raise ValueError(f"extra['model'] is {saved!r}: give it {', '.join(required)}")
         values: Fields = {field.name: saved[field.name] for field in fields if field.name in saved}
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return self.config(**values)
@@ -210,8 +209,7 @@ class LanguageModel(Format[Config]):
             if getattr(theirs, name) != getattr(ours, name):
                 raise ValueError(
                     f"{pathlib.Path(folder) / CONFIG_FILE}: {key} = {getattr(theirs, name)}, but "
-                    f"the model has {name} = {getattr(ours, name)}: build it from "
-                    "read_config(folder)"
+                    f"the model has {name} = {getattr(ours, name)}"
                 )
 
 
@@ -239,8 +237,7 @@ def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None
         path = min(unmatched)
         owner = name if path in expected else "the tree given"
         raise ValueError(
-            f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): pass the "
-            "config that the model was created with, with its n_layer and scan"
+            f"only {owner} has the parameter {path} ({len(unmatched)}): check n_layer, scan"
         )
     leaves = []
     for path, leaf in given.items():
@@ -248,8 +245,7 @@ def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None
         is_sharding = isinstance(leaf, Sharding)
         if not is_sharding and tuple(leaf.shape) != shape:
             raise ValueError(
-                f"the parameter {path} is {list(leaf.shape)} in the tree given, {list(shape)} in "
-                f"{name}: pass the config that the model was created with"
+                f"{path} is {list(leaf.shape)}, and in {name} {list(shape)}: pass its config"
             )
         leaf_dtype = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
         if not jnp.issubdtype(leaf_dtype, jnp.floating):

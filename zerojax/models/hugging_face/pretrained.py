@@ -87,7 +87,7 @@ class Pretrained:
         Raises:
           ValueError: A tensor has another shape, without `ignore_mismatched_sizes`.
         """
-        shapes = by_path(abstract(self.model, *self.format.inputs(self.model.config)))
+        shapes = by_path(abstract(self.model, *self.format.inputs))
         links = link(self.names, {path: x.shape for path, x in shapes.items()}).links
         prefix = self.names.prefix
         with open_tensors(self.folder) as tensors:
@@ -117,7 +117,7 @@ class Pretrained:
 
     def init(self, key: jax.Array) -> PyTree:
         """Returns new parameters."""
-        inputs = [jnp.zeros(x.shape, x.dtype) for x in self.format.inputs(self.model.config)]
+        inputs = [jnp.zeros(x.shape, x.dtype) for x in self.format.inputs]
         return self.model.init(key, *inputs)["params"]
 
     def create_state(
@@ -130,7 +130,7 @@ class Pretrained:
           tx: The optimizer, by default `zero.optimizer()`, which the config names.
         """
         tx = zero.optimizer() if tx is None else tx
-        shapes = abstract(self.model, *self.format.inputs(self.model.config))
+        shapes = abstract(self.model, *self.format.inputs)
 
         def create(params: PyTree) -> TrainState:
             return cast(
@@ -256,10 +256,7 @@ def from_folder(
         return pretrained
     stored: Any = read_json(file).get("quantization_config") or {}
     if stored.get("quantization_status") == "compressed":
-        raise ValueError(
-            f"{file}: quantization_config says that the weights are codes, and zerojax loads "
-            "floats: pass the folder or the checkpoint that was quantized"
-        )
+        raise ValueError(f"{file}: pass the folder that was quantized: zerojax loads floats")
 
     def create_state(key: jax.Array) -> TrainState:
         params = jax.tree.map(lambda x: x.astype(dtype), pretrained.init(key))

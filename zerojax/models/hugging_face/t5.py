@@ -9,7 +9,7 @@ True
 
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
-from zerojax.models.hugging_face.folder import TOKEN, Format
+from zerojax.models.hugging_face.folder import Format
 from zerojax.models.losses import seq2seq_loss
 from zerojax.models.t5 import GATED, SIZES, T5, T5Config
 from zerojax.weights import Names, Tensor
@@ -113,6 +113,5 @@ FORMAT = Format(
     needed=("tie_word_embeddings", "scale_decoder_outputs", "feed_forward_proj"),
     model=T5,
     loss=seq2seq_loss,
-    inputs=lambda config: (TOKEN, TOKEN),
 )
 export_names = FORMAT.export_names

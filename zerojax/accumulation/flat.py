@@ -135,6 +135,8 @@ class _Opener:
                 inner, inner_consts = jaxprs.open_jaxpr(body)
                 outs = self._open(inner, inner_consts, values, info, bound)
             else:
+                # A checkpoint stays one equation, of which no part can run before the
+                # micro-batches.
                 if eqn.primitive is prims.remat_p:
                     eqn, values = self._without_numbers(eqn, values, info, bound)
                 outs = [Variable(v.aval) for v in eqn.outvars]

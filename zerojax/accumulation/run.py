@@ -277,6 +277,8 @@ class MicroBatches:
 
             outs = part(slices) if self.lanes is None else self.lanes.run(part, slices)
             crossing, others = outs[:n], outs[n:]
+            # DeepSpeed averages the micro-batches' losses, whatever share of the tokens each masks.
+            # Sums of the step's own numerators and divisors give the loss of the global batch.
             sums = [
                 self._constrained(split.crossing[i], total + crossing[i].astype(total.dtype))
                 for i, total in zip(adding, sums, strict=True)

@@ -107,6 +107,7 @@ class CarriedSums:
                 self.terms[i] = [self._term(v) for v in added[0]]
                 self._adds += added[1]
         self.roots = list(dict.fromkeys(t.root for ts in self.terms.values() for t in ts))
+        # Each device holds the full sums for as long as the loop runs.
         if sum(v.aval.size for v in self.roots) > most:
             self.terms, self.roots, self._adds = {}, [], []
 
@@ -114,6 +115,8 @@ class CarriedSums:
         """Returns the variables whose sum with ``start`` is ``v``, and the equations that add them;
         None if ``v`` is not such a sum, or has other uses."""
         eqn, uses = self._graph.producer(v), self._graph.times_used
+        # JAX adds up the cotangents of a scan's constants by add_any; a sum that the user writes is
+        # an add.
         if eqn is None or eqn.primitive.name != "add_any" or uses(v) != 1:
             return None
         for partial, term in (eqn.invars, eqn.invars[::-1]):
@@ -210,5 +213,6 @@ def _is_layer(jaxpr: Jaxpr, v: Atom) -> bool:
     takes one layer."""
     graph = graph_of(jaxpr)
     eqn = graph.producer(v)
+    # JAX's derivative of a dynamic_slice writes the cotangent into zeros.
     is_written = eqn is not None and eqn.primitive.name == "dynamic_update_slice"
     return is_written and v.aval.ndim > 2 and graph.is_zeros(eqn.invars[0])

@@ -258,6 +258,7 @@ def decide_loop(
 
 def trains(eqn: Equation) -> bool:
     """Returns whether a loop or a choice contains a complete backward pass."""
+    # A loop that differentiation has made is a part of one backward pass.
     return not jaxprs.is_transposed(eqn) and contains(eqn, jaxprs.is_transposed)
 
 

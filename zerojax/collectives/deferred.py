@@ -156,6 +156,7 @@ def _row_sum(
     """Returns the sum over rows that produces ``v``, perhaps within calls, and has no other use;
     None if there is no such sum, or if not every device could reduce a shard of it."""
     graph = graph_of(jaxpr)
+    # Another use would need the sum in its own iteration.
     while spec is not None and graph.times_used(v) == 1 and (eqn := graph.producer(v)) is not None:
         if eqn.primitive in jaxprs.CALLS:
             (inner,) = jaxprs.bodies(eqn)

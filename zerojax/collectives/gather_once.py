@@ -126,6 +126,7 @@ def _decided(
         return how
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
     dims = layout.dimensions(x.spec, gatherer.axis)
+    # A stack that is sharded along its layers cannot be gathered layer by layer.
     if x.spec[0] is not None or len(dims) != 1:
         return KeptGather(dtype=dtype)
     loops = list(readers(jaxpr, v))

@@ -392,11 +392,12 @@ class Gatherer:
         return gradient
 
     def scatter_table(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """Reduces the gradient of a lookup to its shard. XLA sums it over all devices at once, so
-        it is reduce-scattered in the order of the devices, and the devices then exchange shards."""
+        """Reduces the gradient of a lookup to its shard."""
         parts = layout.parts_of(spec, self.axis)
         if len(parts) > 1 and len({d for d, _ in parts}) == 1:
             full_spec = layout.without(spec, self.axis)
+            # XLA sums such a gradient over all devices at once: it is reduce-scattered in their
+            # order, and the devices then exchange shards.
             flat_spec = full_spec
             for dimension, name in reversed(parts):
                 flat_spec = layout.within(flat_spec, dimension, name)

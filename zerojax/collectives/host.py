@@ -26,6 +26,7 @@ def on_host(v: object) -> bool:
 
 def send_to_host(x: jax.Array) -> jax.Array:
     """Sends an array to host memory."""
+    # To a memory space: JAX drops the memory kinds of devices that are absent.
     return jax.device_put(x, jax.memory.Space.Host)
 
 
@@ -48,6 +49,7 @@ def entry(x: jax.Array | Fetchable, index: jax.Array | int) -> jax.Array:
     """Brings one entry of a stack in host memory, or of a :class:`Fetchable`, to the device."""
     if isinstance(x, Fetchable):
         return x.entry(index)
+    # Sliced in host memory, so that no more than the entry is copied.
     return fetch_to_device(lax.dynamic_index_in_dim(x, index, keepdims=False))
 
 
@@ -93,4 +95,6 @@ class Host:
 
     def send(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sends one row of a gradient to the host; returns it and its square sum."""
+        # Clipping needs the norm before the update: the square sums spare a second way to the
+        # device.
         return send_to_host(x), jnp.sum(self.sums(x[None]))

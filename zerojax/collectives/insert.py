@@ -80,11 +80,11 @@ class Inserter(Emitter):
         ``host`` sends gradients to host memory; None keeps them on the devices. ``rows`` are
         the dimensions along which rows of the batch lie, None if unknown.
         """
-        is_unlimited = self.keep or self._lane_axes or not self.overlap
+        is_unlimited = self.keep or not self.overlap
         window = None if is_unlimited else Window.of(self.mesh, self.axis, self.thresholds.ahead)
         # Under offload each gradient leaves for host memory in the iteration that computes it, so
         # that it is reduced there.
-        defers_reductions = self.overlap and not self._lane_axes and host is None
+        defers_reductions = self.overlap and host is None
         scope = Scope(
             share=self.share,
             replace=replace or {},

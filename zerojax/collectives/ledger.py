@@ -148,10 +148,11 @@ class Ledger:
     def _follow_reduced(
         self, eqn: Equation, values: Sequence[object], outs: Sequence[object]
     ) -> None:
-        """Follows reduced values through an equation. XLA adds the operands of equal reductions
-        whose results are added up, and reduces the sum once."""
+        """Follows reduced values through an equation."""
         found = [self._reduced.get(id(x), (None, []))[1] for x in values]
         match eqn.primitive.name, found:
+            # XLA adds the operands of equal reductions whose results are added up, and reduces
+            # once.
             case (("add" | "add_any"), [one, other]) if one is not other and _alike(one, other):
                 left_out = {*map(id, one)}
                 self.decisions[:] = [each for each in self.decisions if id(each) not in left_out]
@@ -188,7 +189,7 @@ class Ledger:
 
     def used_in(self, closed: AnyJaxpr, *values: Atom) -> contextlib.AbstractContextManager[None]:
         """Adds the equation of a program that first uses one of some values, for collectives that
-        send these values before it. XLA removes those of values without a use."""
+        send these values before it."""
         jaxpr = jaxprs.open_jaxpr(closed)[0]
         return self._used(first_use(jaxpr, v) for v in values)
 
@@ -200,6 +201,7 @@ class Ledger:
         if not self.asked:
             return contextlib.nullcontext()
         use = next(filter(None, found), None)
+        # XLA removes collectives of values without a use.
         return self.unrecorded() if use is None else self.at(use)
 
     def at(self, eqn: Equation | MaybeNone) -> contextlib.AbstractContextManager[None]:
@@ -208,10 +210,11 @@ class Ledger:
         return self._context(running=running if eqn is None else (*running, eqn))
 
     def within(self, eqn: Equation) -> contextlib.AbstractContextManager[None]:
-        """Adds an equation to those that run. The equations of a jaxpr that JAX has cached from an
-        earlier call have the source lines of that call; the calls around them have their own."""
+        """Adds an equation to those that run."""
         if not self.asked:
             return contextlib.nullcontext()
+        # A jaxpr that JAX has cached has the lines of its first call; the calls around have their
+        # own.
         running = *self._contexts[-1].running, eqn
         is_choice = eqn.primitive.name in BRANCHES  # whose branches compute sums, if any
         arrays = [v for v in eqn.invars if v.aval.shape]
@@ -251,11 +254,11 @@ class Ledger:
             del self.decisions[start:]
 
     def last_trace(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Returns the body of a loop, which JAX may trace more than once, so that only the
-        decisions of the last trace count."""
+        """Returns the body of a loop, so that only the decisions of its last trace count."""
         traced: list[Decision] = []
 
         def run(*args: object) -> T:
+            # JAX traces a loop's body again where the types of its carry do not agree at first.
             earlier = {*map(id, traced)}
             self.decisions[:] = [each for each in self.decisions if id(each) not in earlier]
             start = len(self.decisions)
@@ -308,11 +311,12 @@ class Ledger:
     def instead(self, *sent: tuple[str, Shaped]) -> contextlib.AbstractContextManager[None]:
         """Records the collectives that XLA emits for an equation, as pairs of kind and array, in
         place of those that are recorded in the returned context. The first of several is the
-        all-gather of row numbers, which are gathered once."""
+        all-gather of row numbers."""
         if not self.asked or self._over < 2:
             return contextlib.nullcontext()
         if len(sent) > 1:
             (_, indices), *others = sent
+            # XLA gathers the same row numbers once.
             key = id(indices), self._contexts[-1].times
             sent = tuple(others) if key in self._looked_up else sent
             self._looked_up[key] = indices

@@ -73,6 +73,7 @@ class TableLookup(NamedTuple):
         pinned = gatherer.constrain(stored.value, stored.spec)
         if self.by_columns:
             (rows,) = jaxprs.bind(self.eqn, [pinned, *indices])
+            # XLA makes an all-to-all of a change from one sharded dimension to another.
             columns = gatherer.constrain(rows, (None, None, gatherer.axis))
             return gatherer.constrain(columns, (gatherer.axis, None, None)).astype(dtype)
         pinned = gatherer.constrain(pinned, self.table)

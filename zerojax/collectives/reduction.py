@@ -92,6 +92,8 @@ def _scattered(
         n, unsharded = layout.parts(name, gatherer.mesh), (None,) * (aval.ndim - 1)
         specs = (before or None, *unsharded), (cut, *unsharded)
         gatherer.ledger.reduces(aval, *specs, over=n)
+        # Of a sum over the devices' own dimension, constrained to be split, XLA makes a
+        # reduce-scatter.
         x = gatherer.constrain(x, (*devices, cut, *unsharded))
     return x
 
@@ -131,6 +133,8 @@ def _exchanged(
         for y in quantize(gatherer.constrain(x, spec), widths, form):
             y = gatherer.constrain(y, spec)
             gatherer.ledger.exchanges(y, spec, layout.parts(name, gatherer.mesh))
+            # XLA makes an all-to-all of a change from one sharded dimension to another: of codes,
+            # and of scales.
             sent.append(gatherer.constrain(y, new_spec))
         codes, scales = sent
         x, spec = add_up(dequantize(codes, scales, form, jnp.float32), source), new_spec

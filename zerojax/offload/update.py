@@ -145,6 +145,8 @@ class Update:
         """
         host_arrays: list[jax.Array] = []
         reads: _Reads | None = None
+        # A program for each group: one program would bring all moments to the device at once,
+        # whatever barriers it has, and save 6% of the memory (2,207 MB for 2,341).
         for turn in self.turns:
             group, numbers = turn.update.group, turn.update.numbers
             if turn.load:

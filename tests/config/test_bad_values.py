@@ -93,8 +93,8 @@ def test_optimizers_and_schedules(section, given, says):
         (
             {"stage": 2, "zero_hpz_partition_size": 8},
             "zero_optimization.zero_hpz_partition_size = 8 needs stage 3, where parameters are "
-            "sharded, and the stage is 2; set zero_optimization.stage to 3, or the partition size "
-            "to 1",
+            "sharded, and the stage is 2; set zero_optimization.stage to 3, or "
+            "zero_optimization.zero_hpz_partition_size to 1",
         ),
         (
             {"stage": 3, "zero_hpz_partition_size": 8, "offload_optimizer": {"device": "cpu"}},
@@ -115,9 +115,9 @@ def test_partitions_without_what_they_need(section, says):
     [
         (
             {"stage": 0, "zero_quantized_weights": True},
-            "zero_optimization.zero_quantized_weights needs stage 1, 2 or 3, where parameters are "
-            "gathered, and the stage is 0; set zero_optimization.stage to 1 or more, or "
-            "zero_optimization.zero_quantized_weights to false",
+            "zero_optimization.zero_quantized_weights = true needs stage 1, 2 or 3, where "
+            "parameters are gathered and gradients reduced, and the stage is 0; set "
+            "zero_optimization.stage to 1, or zero_optimization.zero_quantized_weights to false",
         ),
         (
             {"stage": 3, "zero_quantized_gradients_dtype": "int3"},

@@ -46,13 +46,13 @@ def test_what_is_none_in_a_json(section):
     [
         (
             of(0, offload_optimizer={"device": "cpu"}),
-            'offload_optimizer.device: "cpu" needs stage 1, 2 or 3, where the optimizer state is '
-            f"sharded, and the stage is 0; set {ZERO}.stage to 1, or the device to none",
+            'offload_optimizer.device = "cpu" needs stage 1, 2 or 3, where the optimizer state is '
+            f"sharded, and the stage is 0; set {ZERO}.stage to 1, or {ZERO}.offload_optimizer.",
         ),
         (
             of(2, offload_param=DISK),
-            'offload_param.device: "nvme" needs stage 3, where parameters are sharded, and the '
-            f"stage is 2; set {ZERO}.stage to 3, or the device to none",
+            'offload_param.device = "nvme" needs stage 3, where parameters are sharded, and the '
+            f'stage is 2; set {ZERO}.stage to 3, or {ZERO}.offload_param.device to "none"',
         ),
         *(
             (of(offload_param={"device": "nvme", "nvme_path": path}), "offload_param.nvme_path: ")
@@ -87,7 +87,7 @@ def test_what_a_json_cannot_say(zero, says):
 @pytest.mark.parametrize(
     ("keywords", "says"),
     [
-        ({"offload_optimizer": "cpu"}, 'offload_optimizer: "cpu" needs stage 1, 2 or 3'),
+        ({"offload_optimizer": "cpu"}, 'offload_optimizer = "cpu" needs stage 1, 2 or 3'),
         (
             {"stage": 3, "offload_param": "disk"},
             'device: expected one of "none", "cpu", "nvme"',

@@ -41,7 +41,8 @@ def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
         place = BY_FIELD.get(name) or SECTIONS.get(name)
         key = place.path if place else name
         value = sizes.get(name, value)
-        inner = asdict(value) if is_dataclass(value) else value
+        is_section = is_dataclass(value) and not isinstance(value, type)
+        inner = asdict(value) if is_section else value
         if not isinstance(inner, Mapping):
             yield key, as_text(inner)
             continue

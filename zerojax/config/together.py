@@ -16,12 +16,20 @@ _DYNAMIC = (
 )
 """Fields that only a dynamic loss scale uses."""
 
-QUANTIZED = {
-    "zero_quantized_weights": "parameters are gathered",
-    "zero_quantized_nontrainable_weights": "parameters are gathered",
-    "zero_quantized_gradients": "gradients are reduced to shards",
+QUANTIZED = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
+"""Fields that quantize what is gathered or reduced, which stage 0 does not do."""
+
+_NEED_STAGE = {
+    "offload_optimizer": (1, "the optimizer state is sharded", '"none"'),
+    "offload_param": (3, "parameters are sharded", '"none"'),
+    "zero_hpz_partition_size": (3, "parameters are sharded", "1"),
+    **dict.fromkeys(QUANTIZED, (1, "parameters are gathered and gradients reduced", "false")),
 }
-"""The operation that each field quantizes, which stage 0 lacks."""
+"""The lowest stage that a field needs, the reason, and the value that is off."""
 
 _BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
 
@@ -48,34 +56,21 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
     stage = values.get("stage", 3)  # if that is wrong, nothing needs another
-    for section, lowest, where in (
-        ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
-        ("offload_param", 3, "stage 3, where parameters are sharded"),
-    ):
-        given = values.get(section)
-        if given is not None and stage < lowest:
+    for field, (lowest, where, off) in _NEED_STAGE.items():
+        given = getattr(values.get(field), "device", values.get(field))
+        if given and as_text(given) != off and stage < lowest:
+            stages = "1, 2 or 3" if lowest == 1 else "3"
             yield (
-                f"{name(section)}: {as_text(given.device)} needs {where}, and the stage is "
-                f"{stage}; set {name('stage')} to {lowest}, or the device to none"
+                f"{name(field)} = {as_text(given)} needs stage {stages}, where {where}, and the "
+                f"stage is {stage}; set {name('stage')} to {lowest}, or {name(field)} to {off}"
             )
     partition = values.get("zero_hpz_partition_size", 1)
     if partition > 1:
         hpz = f"{name('zero_hpz_partition_size')} = {partition}"
-        if stage < 3:
-            yield (
-                f"{hpz} needs stage 3, where parameters are sharded, and the stage is {stage}; "
-                f"set {name('stage')} to 3, or the partition size to 1"
-            )
         for section in (each for each in OFFLOAD if values.get(each) is not None):
             yield (
                 f"{hpz} keeps a second shard of the parameters on the device, and {name(section)} "
                 "has the state elsewhere; leave out one of them"
-            )
-    for quantized, operation in QUANTIZED.items():
-        if values.get(quantized) and stage == 0:
-            yield (
-                f"{name(quantized)} needs stage 1, 2 or 3, where {operation}, and the stage is 0; "
-                f"set {name('stage')} to 1 or more, or {name(quantized)} to false"
             )
     block = values.get("zero_quantized_block_size")
     if values.get("zero_quantized_gradients_dtype") == "int4" and block and block % 2:

@@ -13,6 +13,7 @@ from jaxprs import equations
 
 import zerojax
 from zerojax.collectives import Inserter, residuals
+from zerojax.collectives.gathering import Thresholds
 from zerojax.xla import jaxprs
 
 MESH = zerojax.mesh()
@@ -51,7 +52,7 @@ def jaxpr_of(function: Callable[..., Any]) -> Any:
 
 
 def inserted(function: Callable[..., Any], away: int | None) -> Callable[..., Any]:
-    inserter = Inserter(MESH, "data", keep=False, away=away)
+    inserter = Inserter(MESH, "data", keep=False, thresholds=Thresholds(away=away))
 
     def run(ws: Any, x: Any) -> Any:
         return inserter(jax.make_jaxpr(jax.value_and_grad(function))(ws, x), [ws, x])
@@ -76,7 +77,7 @@ def test_a_loop_leaves_one_stack() -> None:
 
 @pytest.mark.parametrize("function", [in_a_call, read_in_a_call])
 def test_calls_are_entered(function: Callable[..., Any]) -> None:
-    inserter = Inserter(MESH, "data", keep=False, away=1)
+    inserter = Inserter(MESH, "data", keep=False, thresholds=Thresholds(away=1))
 
     def run(ws: Any, x: Any) -> Any:
         return inserter(jax.make_jaxpr(function)(ws, x), [ws, x])

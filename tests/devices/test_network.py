@@ -19,7 +19,7 @@ def test_speeds(text: str, gigabits: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "400", "fast", "50GB", "0gb", "-1gb", "400gb/node"])
 def test_what_is_no_speed(text: str) -> None:
-    with pytest.raises(ValueError, match=r"write 400gb .*, 3\.2tb/host, or one of ib-hdr"):
+    with pytest.raises(ValueError, match=r"write 400gb, 3\.2tb/host, or ib-hdr"):
         network_speed(text)
 
 

@@ -69,8 +69,6 @@ class Emitter(Scans):
         where used, drops, and gathers again (stage 3).
       share: whether at stage 3 one gather of a parameter serves all its uses in the body, for a
         body without a backward pass.
-      away: the fewest elements per device of a residual of a rematerialised block in a loop that
-        waits in host memory for the backward pass; None keeps all residuals on the device.
       overlap: whether loops gather one iteration ahead and reduce one iteration later, and gathers
         outside loops wait for the window, see :mod:`zerojax.collectives.order`.
       sent: the formats in which parameters and gradients are sent.
@@ -87,7 +85,6 @@ class Emitter(Scans):
         *,
         keep: bool,
         share: bool = False,
-        away: int | None = None,
         overlap: bool = True,
         sent: Sent = UNQUANTIZED,
         thresholds: Thresholds | None = None,
@@ -95,7 +92,7 @@ class Emitter(Scans):
         super().__init__(mesh, axis, keep=keep, sent=sent, thresholds=thresholds)
         self.share, self.overlap, self.layers = share or keep, overlap, []
         self.devices = batch_devices(mesh)
-        shares = self.devices * sequence_size(mesh)
+        shares, away = self.devices * sequence_size(mesh), self.thresholds.away
         self.smallest = None if away is None else away * shares
         self.left = away is None  # True once a residual is offloaded, or the warning is logged
 

@@ -55,12 +55,15 @@ class Thresholds:
         :mod:`zerojax.collectives.sharded_products`: a smaller one is gathered in hardly more time
         than any collective takes.
       small: The most elements of a parameter that is gathered with others, once a step.
+      away: The fewest elements per device of a residual of a rematerialised block in a loop that
+        waits in host memory for the backward pass; None keeps all residuals on the device.
     """
 
     held: int = MOST
     ahead: int = AHEAD
     in_place: int = 2**20
     small: int = SMALL
+    away: int | None = None
 
 
 @dataclass(eq=False)

@@ -68,8 +68,5 @@ def network_speed(text: str) -> float:
         return float(networks[text.lower()]["speed"])
     form = _FORM.fullmatch(text)
     if form is None or "B" in text or not float(form[1]):
-        raise ValueError(
-            f"network {text!r}: write 400gb (for each device), 3.2tb/host, or one of "
-            f"{', '.join(networks)}"
-        )
+        raise ValueError(f"network {text!r}: write 400gb, 3.2tb/host, or {', '.join(networks)}")
     return float(form[1]) * _BITS[form[2].lower()] / 8 / (GPUS_PER_HOST if form[3] else 1)

@@ -128,10 +128,8 @@ class BatchRows:
                 if self.own(x)
             }
             raise ValueError(
-                f"the batch's leaves disagree on the {dimension(self._axis)}: {shapes}. In "
-                "several processes each leaf is the process's own rows: pass others as further "
-                "arguments of the step, or as global arrays "
-                "(jax.make_array_from_process_local_data)."
+                f"the batch's leaves disagree on the {dimension(self._axis)}: {shapes}. In several "
+                "processes each leaf is the process's own rows: pass others as further arguments"
             )
         return np.shape(leaves[0])[self._axis] if leaves else None
 

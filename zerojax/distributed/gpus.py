@@ -68,22 +68,19 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
     hidden = [record["index"] for record in here if not record["gpus"]]
     if hidden:
         raise ValueError(
-            f"{format_indices(hidden, 'process')} has no GPU, and others have some: unset "
-            "CUDA_VISIBLE_DEVICES, or name a GPU of each process"
+            f"{format_indices(hidden, 'process')} has no GPU: unset CUDA_VISIBLE_DEVICES"
         )
     if len({*map(tuple, sets)}) == 1 and len(here) > 1:
         gpus = len(sets[0])
         if gpus % len(here):
             raise ValueError(
-                f"{len(here)} processes cannot share {gpus} GPU{'s' * (gpus > 1)} evenly: start "
-                "one process a GPU, or let CUDA_VISIBLE_DEVICES show all GPUs"
+                f"{len(here)} processes cannot share {gpus} GPU{'s' * (gpus > 1)} evenly"
             )
         each = gpus // len(here)
         return [[*range(n * each, (n + 1) * each)] for n in range(len(here))]
     uses = [uuid for seen in sets for uuid in seen]
     if len(uses) > len({*uses}):
         raise ValueError(
-            "processes see some GPUs in common and not others: set CUDA_VISIBLE_DEVICES to the "
-            "GPUs of each process alone, or unset it for all"
+            "processes see some GPUs in common: set CUDA_VISIBLE_DEVICES to the GPUs of each alone"
         )
     return [None] * len(here)

@@ -76,8 +76,7 @@ def init_distributed(
     if compat.backends_are_initialized():
         raise LaunchError(
             f"JAX is in use already in process {me.index} of {me.count}: call "
-            "zerojax.init_distributed() at the top of the program, before jax.devices() and "
-            "before imports that make arrays"
+            "zerojax.init_distributed() before jax.devices() and imports that make arrays"
         )
     if problem := unreachable(me):
         raise LaunchError(f"process {me.index} of {me.count}: {problem}")

@@ -104,8 +104,7 @@ by='torchrun')
         return None
     if launcher.by == "Kubernetes" and launcher.count not in environ:
         raise LaunchError(
-            "JOB_COMPLETION_INDEX is set, and the number of pods is not: set ZEROJAX_NUM_PROCESSES "
-            "to the Job's completions (1 where each pod is a run of its own) and "
+            "JOB_COMPLETION_INDEX is set: set ZEROJAX_NUM_PROCESSES to the Job's completions, and "
             "ZEROJAX_COORDINATOR to host:port of pod 0"
         )
     count = _number(environ, launcher, launcher.count, 1)
@@ -136,8 +135,7 @@ def _check_single(environ: Mapping[str, str]) -> None:
     for launcher in _LAUNCHERS[:3]:
         if environ.get(launcher.count, "1") != "1":
             raise LaunchError(
-                f"{launcher.count}={environ[launcher.count]}, and {launcher.index} is not set: "
-                f"number the processes from 0, or unset {launcher.count}"
+                f"{launcher.count}={environ[launcher.count]}, and {launcher.index} is not set"
             )
 
 
@@ -145,8 +143,7 @@ def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: i
     text = environ.get(name)
     if text is None:
         raise LaunchError(
-            f"{launcher.index}={environ[launcher.index]} is set ({launcher.by}), and {name} is "
-            f"not: set {name}, or unset {launcher.index} for a single process"
+            f"{launcher.index}={environ[launcher.index]} is set ({launcher.by}): set {name} too"
         )
     number = _parse_int(text)
     if number is None or number < least:
@@ -201,8 +198,7 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
     ):
         return match_v5[1], match_v5[2]
     raise LaunchError(
-        f"{launcher.by} does not say where process 0 listens: set ZEROJAX_COORDINATOR to "
-        "host:port, the host of process 0 and a free port there, in all processes"
+        f"{launcher.by} does not say where process 0 listens: set ZEROJAX_COORDINATOR=host:port"
     )
 
 

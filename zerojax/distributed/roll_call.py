@@ -219,8 +219,7 @@ def _listen(me: Launched, bind: str) -> socket.socket:
         why = os.strerror(error.errno or 0)
         raise LaunchError(
             f"process 0 cannot listen on port {port} of {socket.gethostname()}: {why}. End the "
-            f"program that holds it (`ss -ltnp` names it), or choose another port ({me.by} gave "
-            f"{me.coordinator})"
+            f"program there (`ss -ltnp`), or choose another port ({me.by} gave {me.coordinator})"
         ) from None
     listener.setblocking(False)
     return listener
@@ -255,13 +254,11 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
         time.sleep(0.2)
     if was_admitted:
         raise LaunchError(
-            f"process 0 at {me.coordinator} ended before {me.count} processes arrived: see its "
-            "output"
+            f"process 0 at {me.coordinator} ended before {me.count} processes arrived"
         )
     raise LaunchError(
         f"process {me.index} of {me.count} on {mine['host']} did not reach process 0 at "
-        f"{me.coordinator} within {seconds:g} s: {reason}. Check that process 0 runs there "
-        f"({me.by} gave the address), and that no firewall is between"
+        f"{me.coordinator} within {seconds:g} s: {reason}. Check that it runs, and firewalls"
     )
 
 

@@ -102,8 +102,7 @@ def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]
             body = jaxprs.param(eqn, "jaxpr")
             return jaxprs.evaluate(body, values, run=jaxprs.bind_anywhere)
         raise ValueError(
-            f"a layer divides arrays over its own axes in shard_map ({where(eqn)}), which pipeline "
-            "stages do not support: leave out `sharded` of zero.per_device."
+            f"a layer with shard_map ({where(eqn)}) cannot run in pipeline stages: remove `sharded`"
         )
     if eqn.primitive.name in DRAWS and (dims := growing(symbolic.outvars[0])):
         return [_drawn(eqn, values, dims[0], rows)]
@@ -178,9 +177,8 @@ def _drawn(eqn: Equation, values: Sequence[jax.Array], dim: int, rows: Rows) -> 
     config: Any = jax.config
     if not (known and config.jax_threefry_partitionable):
         raise ValueError(
-            f"a layer draws random numbers ({where(eqn)}) that pipeline stages cannot draw row by "
-            "row: use jax's default generator (jax_default_prng_impl=threefry2x32, "
-            "jax_threefry_partitionable=True)."
+            f"a layer draws random numbers ({where(eqn)}) that pipeline stages cannot draw by "
+            "rows: use jax_default_prng_impl=threefry2x32 and jax_threefry_partitionable=True"
         )
     shape, each = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.shape[dim] // rows.number
     # The position of an element is (outer * size + row) * inner + rest, in 64 bits.

@@ -108,10 +108,8 @@ class Pipeline:
         jaxprs.interpret(flat, layers, follow, lambda literal: None)
         if not found:
             raise ValueError(
-                f"{self._name} has no loop over layers to divide among {self._schedule.stages} "
-                "pipeline stages: write the layers as flax.linen.scan, nnx.scan or "
-                "jax.lax.scan over parameters [layers, ...] (zerojax.weights.stacked makes "
-                "them of separate blocks), or remove the axis 'stage'."
+                f"{self._name} has no loop over layers for {self._schedule.stages} pipeline "
+                "stages: use flax.linen.scan, nnx.scan or jax.lax.scan (zerojax.weights.stacked)"
             )
         return found
 
@@ -122,17 +120,14 @@ class Pipeline:
             fits = [k for k in range(1, n + 1) if n % k == 0]
             raise ValueError(
                 f"{self._name}: {stages} pipeline stages do not divide the {n} layers of the loop "
-                f"at {where(eqn)}: set the axis 'stage' to one of {fits}, or change the number of "
-                "layers."
+                f"at {where(eqn)}: set the axis 'stage' to one of {fits}"
             )
         missing = [i for i in layers if i != _RESIDUAL and not params[i]]
         if missing:
             raise ValueError(
                 f"{self._name}: the loop over layers at {where(eqn)} reads "
-                f"{self._paths[missing[0]]}, whose layers are not sharded over the pipeline "
-                'stages. Put the stacks of all layers into params["layers"], or pass '
-                'zerojax.zero(..., specs=...) with PartitionSpec("stage") for the stacks and '
-                "PartitionSpec() for the rest."
+                f"{self._paths[missing[0]]}, not sharded over the stages: put all stacks into "
+                'params["layers"], or pass specs with PartitionSpec("stage") for them'
             )
 
     def _loop(self, eqn: Equation) -> LayerLoop:
@@ -140,8 +135,7 @@ class Pipeline:
         if eqn.effects:  # which idle ticks would have too, on rows of no micro-batch
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: a layer prints, or calls back into "
-                f"Python ({where(eqn)}). Return the numbers and print them outside the step, or "
-                "remove the axis 'stage'."
+                f"Python ({where(eqn)}): return the numbers and print them outside"
             )
         scan = jaxprs.scan_parts(eqn)
         given = [self._kind(v, eqn) for v in eqn.invars]
@@ -198,9 +192,7 @@ class Pipeline:
             return
         raise ValueError(
             f"{self._name} cannot run in pipeline stages: a layer {why}, so that micro-batches "
-            "would give other numbers. Compute it for each row (GroupNorm, or BatchNorm with "
-            "use_running_average=True) or outside the loop over layers, or remove the axis "
-            "'stage'."
+            "would give other numbers. Compute it for each row (GroupNorm) or outside the loop"
         )
 
     def traced(self) -> tuple[Jaxpr, tuple[Any, ...]]:

@@ -89,10 +89,9 @@ class StepSetting:
             axis,
             # Below stage 3 a parameter is gathered once, and stays until the end of the step.
             keep=config.stage < 3,
-            away=smallest_away(config),
             overlap=config.overlap_comm is not False,
             sent=sent_formats(config),
-            thresholds=Thresholds(small=config.small_array_size),
+            thresholds=Thresholds(small=config.small_array_size, away=smallest_away(config)),
         )
 
     @property

@@ -58,7 +58,7 @@ def test_a_decoder_reads_the_labels_one_token_late() -> None:
     unlabelled = {name: own[name] for name in ("input_ids", "decoder_input_ids")}
     assert "loss" not in seq2seq_loss(decoder, unlabelled)
     nameless: Any = Decoder(pad_token_id=1)
-    with pytest.raises(ValueError, match="decoder_start_token_id and pad_token_id to Decoder"):
+    with pytest.raises(ValueError, match="Decoder's config no decoder_start_token_id and pad_to"):
         seq2seq_loss(nameless, batch)
 
 

@@ -101,7 +101,7 @@ def test_a_dataset_that_gives_many_rows_is_asked_for_many() -> None:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([{"x": [1]}, {"x": [1, 2]}], r"x: rows of shapes \(1,\) and \(2,\): pass"),
+        ([{"x": [1]}, {"x": [1, 2]}], r"x: rows of shapes \(1,\) and \(2,\): pad"),
         ([{"x": 1}, {"y": 1}], "some rows have no x"),
         ([(1, 2)], "a row is tuple, not a dict: pass data_collator"),
     ],
@@ -119,7 +119,7 @@ def test_what_is_no_dataset() -> None:
     with pytest.raises(TypeError, match="dict has no rows by number"):
         check("eval_dataset", {"a": [1]})
     assert epochs(7).last == 7
-    says = r"has 7 rows, fewer than the 8 .* remove dataloader_drop_last"
+    says = r"has 7 rows, fewer than the 8 .* 4 x 2 .* remove dataloader_drop_last"
     with pytest.raises(ValueError, match=says):
         epochs(7, dataloader_drop_last=True)
     text = Reader([{"x": "a"}], None, zerojax.mesh(), numbers_only=False)

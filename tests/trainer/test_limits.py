@@ -46,17 +46,17 @@ def test_labels_are_of_the_models_classes(model: Any) -> None:
     for wrong in (4, -1):
         with pytest.raises(ValueError, match=rf"labels have {wrong}, and .* has 4: count from 0"):
             check({"x": X, "labels": np.array([0, wrong, 1])})
-    with pytest.raises(TypeError, match="float64: classification_loss needs integers"):
+    with pytest.raises(TypeError, match="float64, and classification_loss needs integers"):
         check({"x": X, "labels": np.zeros(3)})
 
 
 def test_floats_in_the_shape_of_the_logits_are_several_labels() -> None:
     check = limits(Classifier(), classification_loss).check
     check({"x": X, "labels": np.zeros((3, 4), np.float32)})
-    with pytest.raises(TypeError, match="float32: classification_loss needs integers"):
+    with pytest.raises(TypeError, match="float32, and classification_loss needs integers"):
         check({"x": X, "labels": np.zeros((3, 5), np.float32)})
     check = limits(Classifier(), classification_loss).check
-    with pytest.raises(ValueError, match=r"int32\[8, 4\]: pass floats"):
+    with pytest.raises(ValueError, match=r"int32\[8, 4\], as the logits: pass several .* floats"):
         check({"x": np.zeros((8, 8), np.float32), "labels": np.zeros((8, 4), np.int32)})
 
 
@@ -82,7 +82,7 @@ def test_padding_that_a_model_without_a_mask_would_see(caplog: pytest.LogCapture
     check = limits(Uniform(), causal_lm_loss).check
     for right in (mask, mask * [1, 1, 2, 2]):  # the second as packed sequences have it
         check({"input_ids": TOKENS, "attention_mask": right})
-    with pytest.raises(ValueError, match="pad right"):
+    with pytest.raises(ValueError, match="pad on the right"):
         check({"input_ids": TOKENS, "attention_mask": left})
     check = limits(Classifier(), classification_loss).check
     with caplog.at_level(logging.WARNING):
@@ -97,7 +97,7 @@ def test_padding_does_not_count_as_labels() -> None:
     _, weights = causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": mask})["loss"]
     np.testing.assert_array_equal(weights, mask[:, 1:])
     square = np.ones((2, 1, 4, 4))
-    with pytest.raises(ValueError, match="give labels"):
+    with pytest.raises(ValueError, match="give the rows labels, -100 on tokens"):
         causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": square})
 
 
@@ -114,7 +114,7 @@ def test_columns_that_nothing_reads_are_named_once(
     (record,) = caplog.records
     assert "columns without effect: text, position_ids, token_type_ids." in record.getMessage()
     for rows in (batch, {"input_ids": TOKENS}):
-        with pytest.raises(ValueError, match=r"loss_mask: give the rows labels, -100"):
+        with pytest.raises(ValueError, match=r"loss_mask, which neither .* labels, -100"):
             check(rows | {"loss_mask": np.zeros_like(TOKENS)})
 
 

@@ -347,7 +347,7 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
     assert "Raised by compute_metrics for predictions (21,)" in raised.value.__notes__[0]
     assert trainer.state.global_step == 0
     for more, says in (
-        ({"callbacks": [print]}, "is no TrainerCallback"),
+        ({"callbacks": [print]}, "is no callback"),
         ({"callbacks": [type("C", (TrainerCallback,), {"on_stepend": 1})]}, "`on_step_end`"),
         ({"train_dataset": POINTS[:5], "args": {"dataloader_drop_last": True}},
          "fewer than the 16 of a micro-batch"),
@@ -358,7 +358,7 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
         ({"optimizer": optax.sgd(1.0)}, "learning_rate = 0.05 has no effect"),
         ({"optimizers": (None, None)}, "optimizers: not supported; optimizer= takes"),
         ({"datacollator": len}, "did you mean `data_collator`"),
-        ({"args": {"gradient_checkpointing": True}}, "the model has no `remat`"),
+        ({"args": {"gradient_checkpointing": True}}, "the model has no field `remat`"),
     ):  # fmt: skip
         one = dict(more)
         changed = arguments(tmp_path, **one.pop("args", {}))
@@ -378,8 +378,8 @@ def test_use_cpu_is_held_to_the_devices(tmp_path: Path) -> None:
 def test_metrics_are_held_to_the_arguments_before_any_step(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "f1"}
     for more, says in (
-        (best, '"eval_f1": name one of these: eval_loss, eval_accuracy'),
-        ({"label_names": ["lables"]}, "eval_dataset has no lables"),
+        (best, '"eval_f1", and an evaluation gives eval_loss, eval_accuracy'),
+        ({"label_names": ["lables"]}, "no field of eval_dataset is named lables"),
     ):
         trainer = classifier(arguments(tmp_path, max_steps=2, **more))
         with pytest.raises(ValueError, match=says):
@@ -408,7 +408,7 @@ def test_bad_input_is_named_in_train(tmp_path: Path) -> None:
         classifier(args, train_dataset=None).train()
     with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
         classifier(args).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="no loss: give the rows"):
+    with pytest.raises(ValueError, match="no loss: the model gave none"):
         classifier(args, loss=lambda model, batch: model(batch["x"])).train()
     with pytest.raises(TypeError, match="the loss is a scalar, or a pair"):
         classifier(args, loss=lambda model, batch: {"loss": model(batch["x"])}).train()

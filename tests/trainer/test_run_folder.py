@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_model_removes_nothing(made: Path, zero: zerojax
 
 def test_what_was_found_takes_the_place_of_what_was_there(made: Path, zero: zerojax.Zero) -> None:
     for resume in (None, made / "other", made / "own/checkpoints/2"):
-        with pytest.raises(CheckpointError, match="or set overwrite_output_dir=True"):
+        with pytest.raises(CheckpointError, match="remove them with overwrite_output_dir=True"):
             begin(made / "own", zero, resume)
     assert begin(made / "own", zero, True).state.global_step == 6
     assert steps(made / "own") == [2, 4, 6]

@@ -107,7 +107,8 @@ class Embeddings(nn.Module):
         if tokens > c.block_size:
             raise ValueError(
                 f"{tokens} tokens in a row, but max_position_embeddings = "
-                f"{c.max_position_embeddings} of a RoBERTa begin at {first}: cut the rows"
+                f"{c.max_position_embeddings} of a RoBERTa begin at {first}: cut the rows, or "
+                "increase it"
             )
         is_token = input_ids != c.pad_token_id
         return jnp.cumsum(is_token, axis=1) * is_token + c.pad_token_id

@@ -131,7 +131,8 @@ def padding_mask(attention_mask: jax.Array | None, tokens: jax.Array) -> jax.Arr
         return None
     if attention_mask.shape != tokens.shape:
         raise ValueError(
-            f"attention_mask has shape {attention_mask.shape}, not the tokens' {tokens.shape}"
+            f"attention_mask has shape {attention_mask.shape}, and the tokens {tokens.shape}: pass "
+            "a number for each token, 0 on padding"
         )
     return attention_mask != 0
 
@@ -212,7 +213,8 @@ def last_tokens(x: jax.Array, tokens: jax.Array, pad_token_id: int | None) -> ja
     if pad_token_id is None:
         if len(tokens) > 1:
             raise ValueError(
-                "the config has no pad_token_id: set it, or from_folder(folder, pad_token_id=...)"
+                "the config has no pad_token_id, which finds each row's last token: set it, or "
+                "load the model with from_folder(folder, pad_token_id=...)"
             )
         return x[:, -1]
     positions = jnp.arange(tokens.shape[1])

@@ -123,7 +123,8 @@ def check_memory(module: nn.Module, memory: jax.Array | None) -> None:
     """
     if memory is None and MEMORY not in module.variables:
         raise ValueError(
-            "decode: pass memory=model.encode(sources, mask), and later the collections returned"
+            "decode: pass memory=model.encode(sources, mask) to the first call, and the "
+            'collections "cache" and "memory" that it returns to later calls'
         )
 
 
@@ -138,4 +139,7 @@ def check_cached(
     given = {"attention_mask": attention_mask, "targets": targets, "num_labels": num_labels}
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name} beside positions: a decoder with a cache takes unpadded rows")
+            raise ValueError(
+                f"{name} beside positions: a decoder with a cache takes unpadded rows and returns "
+                "logits"
+            )

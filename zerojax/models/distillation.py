@@ -73,7 +73,8 @@ def _check(
     if student.shape != teacher.shape:
         raise ValueError(
             f"distillation_loss: logits of the student are {[*student.shape]}, of the teacher "
-            f"{[*teacher.shape]}: cut the larger vocabulary, teacher_logits[..., :V]"
+            f"{[*teacher.shape]}: call both with the same inputs, and cut the larger "
+            "vocabulary, teacher_logits[..., :V]"
         )
     if targets is not None:
         is_integer = jnp.issubdtype(targets.dtype, jnp.integer)

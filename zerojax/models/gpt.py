@@ -219,7 +219,10 @@ class GPT(nn.Module):
         if self.is_initializing():  # its batch need not divide among the devices
             kernels, attention, layout = None, None, Layout()
         if kernels and layout.sequence:
-            raise ValueError("GPT: fused kernels take full rows: remove the mesh axis 'seq'")
+            raise ValueError(
+                "GPT: fused kernels take full rows, and the mesh has an axis 'seq': remove one of "
+                "them"
+            )
         layout.check(tokens)
         check_length(tokens, c, "block_size")
         if attention is None:
@@ -256,8 +259,9 @@ def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None
     """
     if kernels:
         raise ValueError(
-            "kernels: the fused layers do not support tensor parallelism: remove them, or "
-            f"{tensor.axis!r} from the mesh"
+            "kernels: the fused layers do not support tensor parallelism: remove them and "
+            f"pass only attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}), or "
+            f"remove {tensor.axis!r} from the mesh"
         )
     tensor.check(config, "n_head", "n_embd", "vocab_size")
 

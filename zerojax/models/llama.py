@@ -291,10 +291,13 @@ class Llama(nn.Module):
         c = self.config
         if self.attention is not grouped_attention and (c.attn_logit_softcapping or c.layer_types):
             raise ValueError(
-                "attn_logit_softcapping and layer_types need grouped_attention: use it"
+                "attn_logit_softcapping and layer_types need "
+                "zerojax.models.blocks.grouped_attention: use it"
             )
         if self.tensor and c.num_local_experts:
-            raise ValueError(f"experts are not sharded: remove {self.tensor.axis!r}")
+            raise ValueError(
+                f"num_local_experts: experts are not sharded over {self.tensor.axis!r}: remove it"
+            )
         if self.tensor:
             sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")
             self.tensor.check(self.config, *sizes)

@@ -59,7 +59,8 @@ def call(
     if missing or not fields:
         raise TypeError(
             f"{type(model).__name__}.__call__ takes {', '.join(names)}, and the batch has "
-            f"{', '.join(batch)}: rename the fields, or pass Trainer(loss=...)"
+            f"{', '.join(batch)} (without columns of text): rename the fields, or pass "
+            "Trainer(loss=lambda model, batch: ...)"
         )
     if isinstance(model, nn.Module):
         is_training = model.has_rng("dropout")
@@ -98,7 +99,8 @@ def causal_lm_loss(
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape != inputs.shape:
             raise ValueError(
-                f"attention_mask has shape {mask.shape} and input_ids {inputs.shape}: give labels"
+                f"attention_mask has shape {mask.shape} and input_ids {inputs.shape}: give the "
+                f"rows labels, {IGNORED} on tokens that do not count"
             )
         labels = inputs if mask is None else jnp.where(mask == 0, IGNORED, inputs)
     labels = labels[:, 1:]
@@ -127,8 +129,8 @@ def seq2seq_loss(
         names = ("decoder_start_token_id", "pad_token_id")
         if any(getattr(config, name, None) is None for name in names):
             raise ValueError(
-                f"seq2seq_loss: add decoder_input_ids in data_collator, or "
-                f"{' and '.join(names)} to {type(model).__name__}'s config"
+                f"seq2seq_loss: the batch has no decoder_input_ids, and {type(model).__name__}'s "
+                f"config no {' and '.join(names)} to compute them: add them in data_collator"
             )
         fields = {**batch, "decoder_input_ids": shifted(batch["labels"], cast(Any, config))}
     logits = call(model, fields, without=("labels",))
@@ -160,7 +162,8 @@ def classification_loss(
         return {"loss": label_losses(logits, labels, label_smoothing), "logits": logits}
     if not jnp.issubdtype(labels.dtype, jnp.floating) or label_smoothing:
         raise ValueError(
-            f"labels are {labels.dtype}{[*labels.shape]}: pass floats, without label smoothing"
+            f"labels are {labels.dtype}{[*labels.shape]}, as the logits: pass several labels a row "
+            "as floats, astype('float32'), and without label_smoothing_factor"
         )
     about = carried(getattr(model, "config", None))
     if logits.shape[-1] == 1 or about.get("problem_type") == "regression":
@@ -232,6 +235,7 @@ def smoothed(loss: Callable[..., object], factor: float) -> Callable[..., object
     if loss not in READY:
         names = ", ".join(ready.__name__ for ready in READY)
         raise ConfigError(
-            f"label_smoothing_factor = {factor:g} needs another loss: pass one of {names}"
+            f"label_smoothing_factor = {factor:g} needs a loss of zerojax.trainer: pass one of "
+            f"{names} as Trainer(loss=...), or smooth the labels in your own"
         )
     return functools.partial(loss, label_smoothing=factor)

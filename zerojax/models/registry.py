@@ -44,7 +44,8 @@ def find(name: str) -> Builder:
         matches = difflib.get_close_matches(name, entries, n=1)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         raise ModelError(
-            f"unknown model {name!r}.{hint} Known: {', '.join(sorted(entries))}; or module:function"
+            f"unknown model {name!r}.{hint} Known: {', '.join(sorted(entries)) or 'none'}; or pass "
+            "module:function for your own flax model"
         )
     return _imported(name, entries[name].module, entries[name].attr)
 

@@ -81,8 +81,9 @@ class TensorParallel:
         object.__setattr__(self, "mesh", automatic(self.mesh))
         if self.axis not in self.mesh.shape or self.axis in batch_axes(self.mesh):
             raise ValueError(
-                f"tensor parallelism: the mesh has {dict(self.mesh.shape)}: make it with "
-                f"zerojax.mesh(axes={{'data': ..., {self.axis!r}: ...}})"
+                f"tensor parallelism needs an axis {self.axis!r} beside the batch's, and the "
+                f"mesh has {dict(self.mesh.shape)}: make it with zerojax.mesh(axes={{'data': "
+                f"..., {self.axis!r}: ...}})"
             )
 
     @classmethod
@@ -117,7 +118,9 @@ class TensorParallel:
         if dim is None:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)}: tensor parallelism knows no module "
-                f"{module!r} with a parameter {name!r}: pass zerojax.zero(..., specs=...)"
+                f"{module!r} with a parameter {name!r}, only those of zerojax.models.gpt and "
+                "zerojax.models.llama: pass zerojax.zero(..., specs={...: "
+                f"PartitionSpec(None, {self.axis!r})}}), or remove {self.axis!r} from the mesh"
             )
         return PartitionSpec(*[None] * (x.ndim + dim), self.axis) if dim else PartitionSpec()
 
@@ -144,8 +147,8 @@ class TensorParallel:
         size, n = tokens.shape[1], self.devices * sequence_size(self.mesh)
         if self.shards_tokens and size % n:
             raise ValueError(
-                f"{size} tokens in a row do not divide among the {n} devices of {self.axis!r}: pad "
-                f"or cut them to {nearest_multiples(size, n)}"
+                f"{size} tokens in a row do not divide among the {n} devices of the mesh axis "
+                f"{self.axis!r}: pad or cut the rows to {nearest_multiples(size, n)}"
             )
 
     def gathered(self, x: jax.Array) -> jax.Array:

@@ -39,8 +39,9 @@ def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None
     file = file if file.is_file() else file / "tokenizer.json"
     if not file.exists():
         raise FileNotFoundError(
-            f"{file} does not exist. Convert another tokenizer by transformers: "
-            "AutoTokenizer.from_pretrained(folder, use_fast=True).save_pretrained(folder)"
+            f"{file} does not exist. Convert another tokenizer file (spm.model, or vocab.json with "
+            "merges.txt) by transformers: AutoTokenizer.from_pretrained(folder, "
+            "use_fast=True).save_pretrained(folder)"
         )
     try:
         tokenizer = _library().Tokenizer.from_file(str(file))
@@ -77,7 +78,10 @@ def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None
         if not line:
             continue
         if len(pair) != 2 or not known >= set(pair):
-            raise ValueError(f"{file}:{number}: {line!r} does not merge two symbols above")
+            raise ValueError(
+                f"{file}:{number}: {line!r} does not merge two symbols of earlier lines: pass the "
+                "complete vocab.bpe or merges.txt of a GPT-2"
+            )
         pairs.append(pair)
         tokens.append("".join(pair))
         known.add(tokens[-1])
@@ -113,8 +117,9 @@ def _checked(tokenizer: Tokenizer, vocab_size: int | None, source: str) -> Token
     if vocab_size is not None and ids[token] >= vocab_size:
         beyond = sum(i >= vocab_size for i in ids.values())
         raise ValueError(
-            f"{source} does not fit the model: {beyond} ids, up to {ids[token]} ({token!r}), are "
-            f"beyond it: use another tokenizer, or vocab_size = {ids[token] + 1} or more"
+            f"{source} does not fit the model: {beyond} ids, up to {ids[token]} ({token!r}), "
+            f"are beyond vocab_size = {vocab_size}. Use the tokenizer of the model's folder, "
+            f"or vocab_size = {ids[token] + 1} or more"
         )
     return tokenizer
 

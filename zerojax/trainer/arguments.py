@@ -263,7 +263,11 @@ did you mean `learning_rate`?
             return given
         theirs = set_arguments(given)
         if theirs is None:
-            raise TypeError(f"args: pass zerojax.TrainingArguments(...), not {type(given)}")
+            raise TypeError(
+                f"args: {type(given).__module__}.{type(given).__name__} is neither "
+                "zerojax.TrainingArguments nor transformers.TrainingArguments; write "
+                "args=zerojax.TrainingArguments(...)"
+            )
         default = _defaults(cls)
         return cls(**{k: v for k, v in theirs.items() if k not in default or v != default[k]})  # type: ignore[arg-type]
 

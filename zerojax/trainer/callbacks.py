@@ -172,7 +172,8 @@ def check_metric(name: str, metrics: Mapping[str, object]) -> None:
     """
     if name not in metrics:
         raise ValueError(
-            f'metric_for_best_model is "{name}": name one of these: {", ".join(metrics)}'
+            f'metric_for_best_model is "{name}", and an evaluation gives {", ".join(metrics)}: '
+            "name one of these, or return it from compute_metrics"
         )
 
 
@@ -199,7 +200,9 @@ class Callbacks:
         self._all = [callback() if isinstance(callback, type) else callback for callback in given]
         for callback in self._all:
             if not isinstance(callback, TrainerCallback):
-                raise TypeError(f"callbacks: {callback!r} is no TrainerCallback")
+                raise TypeError(
+                    f"callbacks: {callback!r} is no callback; derive it from TrainerCallback"
+                )
             for name in dir(callback):
                 if name.startswith("on_") and name not in EVENTS:
                     reason = UNSUPPORTED_EVENTS.get(name) or suggestion(name, EVENTS)

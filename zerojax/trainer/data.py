@@ -54,7 +54,8 @@ def check(name: str, dataset: Any) -> int:
     if not is_sequence or isinstance(dataset, Mapping):
         raise TypeError(
             f"{name}: {type(dataset).__name__} has no rows by number and cannot be read again: "
-            "pass a list, or a Dataset or IterableDataset of datasets or grain"
+            "pass a list, a datasets.Dataset or IterableDataset, or a grain.MapDataset or "
+            "IterDataset"
         )
     if not len(dataset):
         raise ValueError(f"{name} is empty: pass at least one row")
@@ -103,15 +104,16 @@ class Epochs(NamedTuple):
         if is_stream(dataset):
             if args.max_steps <= 0:
                 raise ValueError(
-                    f"train_dataset has no length ({type(dataset).__name__}): set max_steps"
+                    f"train_dataset: {type(dataset).__name__} has no length: set max_steps"
                 )
             return cls(0, 0, batch, args.max_steps, args.max_steps, seed)
         rows = check("train_dataset", dataset)
         rows_read = rows - rows % micro_batch if args.dataloader_drop_last else rows
         if not rows_read:
             raise ValueError(
-                f"train_dataset has {rows} rows, fewer than the {micro_batch} of a micro-batch: "
-                "lower per_device_train_batch_size, or remove dataloader_drop_last"
+                f"train_dataset has {rows} rows, fewer than the {micro_batch} of a micro-batch "
+                f"(per_device_train_batch_size {args.per_device_train_batch_size} x {world} "
+                "devices): lower that, or remove dataloader_drop_last"
             )
         updates = math.ceil(rows_read / batch)
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
@@ -246,7 +248,8 @@ class Reader:
         for name, x in arrays.items():
             if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(indices):
                 raise TypeError(
-                    f"the batch's {name} is {x.dtype}{list(x.shape)}, not {len(indices)} rows"
+                    f"the batch's {name} is {x.dtype}{list(x.shape)}, not {len(indices)} rows of "
+                    "numbers: remove the column, or convert it in data_collator"
                 )
         return arrays, left_out
 
@@ -293,7 +296,9 @@ def stacked(rows: list[Any]) -> dict[str, np.ndarray]:
     """
     first = rows[0]
     if not isinstance(first, Mapping):
-        raise TypeError(f"a row is {type(first).__name__}, not a dict: pass data_collator")
+        raise TypeError(
+            f"a row is {type(first).__name__}, not a dict: pass data_collator(rows) -> dict"
+        )
     batch = {}
     for name in first:
         try:
@@ -303,7 +308,8 @@ def stacked(rows: list[Any]) -> dict[str, np.ndarray]:
         shapes = sorted({x.shape for x in columns})
         if len(shapes) > 1:
             raise ValueError(
-                f"{name}: rows of shapes {shapes[0]} and {shapes[1]}: pass a data_collator"
+                f"{name}: rows of shapes {shapes[0]} and {shapes[1]}: pad them to one length, or "
+                "pass a data_collator that pads to few lengths (each compiles a step)"
             )
         batch["labels" if name in ("label", "label_ids") else name] = np.stack(columns)
     return batch

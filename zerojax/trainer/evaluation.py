@@ -160,7 +160,8 @@ class Evaluator:
             output = self.run(state, reader, prefix, keep, rows)
             if keep and output.label_ids is None:
                 raise ValueError(
-                    f"eval_dataset has no {' or '.join(self._labels)}: set label_names"
+                    "compute_metrics needs labels, and no field of eval_dataset is named "
+                    f"{' or '.join(self._labels)}: name them in label_names"
                 )
             metrics |= output.metrics
         if args.load_best_model_at_end or args.save_strategy == "best":

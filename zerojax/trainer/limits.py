@@ -77,7 +77,10 @@ class Limits:
         if labels is not None:
             logits = next(iter(forward.predictions.values())).shape
             if labels.dtype.kind not in "iub" and labels.shape[1:] != logits[1:]:
-                raise TypeError(f"labels are {labels.dtype}: {self._loss.__name__} needs integers")
+                raise TypeError(
+                    f"labels are {labels.dtype}, and {self._loss.__name__} needs integers: convert "
+                    "them"
+                )
             self._within(batch, "labels", logits[-1], f"the last axis of {self._name}'s logits")
         if "attention_mask" in batch and not self._masks:
             self._unmasked(batch["attention_mask"])
@@ -89,8 +92,9 @@ class Limits:
             self._known[names], unread = self._traced(self._of_all(batch))
             if "loss_mask" in unread:
                 raise ValueError(
-                    f"neither the loss nor {self._name}.__call__ reads the batch's loss_mask: "
-                    f"give the rows labels, {IGNORED} where none counts, or pass Trainer(loss=...)"
+                    f"the batch has a loss_mask, which neither the loss nor {self._name}.__call__ "
+                    f"reads: give the rows labels, {IGNORED} where none counts, or pass "
+                    "Trainer(loss=...), or remove the column"
                 )
             mask = {"attention_mask"} if self._ready and not self._masks else set()  # see _unmasked
             unread = [*left_out, *(n for n in unread if n not in mask | {*self._labels})]
@@ -129,7 +133,8 @@ class Limits:
         if self._loss is causal_lm_loss and mask.ndim == 2:
             if (np.diff((mask != 0).astype(np.int8), axis=1) > 0).any():
                 raise ValueError(
-                    f"{self._name} takes no attention_mask: pad right (tokenizer.padding_side)"
+                    f"attention_mask: a row has padding before its tokens, and {self._name} takes "
+                    'no mask: pad on the right (tokenizer.padding_side = "right")'
                 )
         elif not self._warned and not mask.all():
             self._warned = True

@@ -425,4 +425,7 @@ def _check_cpus(args: TrainingArguments, platform: str) -> None:
       ValueError: They are not.
     """
     if args.use_cpu and platform != "cpu":
-        raise ValueError(f"use_cpu = true, and JAX uses {platform}: set JAX_PLATFORMS=cpu")
+        raise ValueError(
+            f"use_cpu = true, and JAX uses {platform}: set JAX_PLATFORMS=cpu, or call "
+            "jax.config.update('jax_platforms', 'cpu') before JAX is first used"
+        )

@@ -96,7 +96,9 @@ def mean_loss(given: object) -> jax.Array:
     mean = forward_of(given).mean
     if mean is None:
         raise ValueError(
-            "no loss: give the rows `labels` and return {'loss': ...} from __call__, or pass "
-            "Trainer(loss=...): zerojax.trainer's causal_lm_loss, or a function (model, batch)"
+            "no loss: the model gave none of this batch. Give the rows `labels` and return "
+            "{'loss': ...} from __call__, or pass Trainer(loss=...): zerojax.trainer's "
+            "causal_lm_loss, seq2seq_loss or classification_loss, or a function (model, batch) "
+            "of yours"
         )
     return mean

@@ -71,8 +71,9 @@ def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Linen | Nnx
     """
     if any(c.__module__.partition(".")[0] == "torch" for c in type(model).__mro__):
         raise TypeError(
-            f"model: {type(model).__name__} is a PyTorch model: pass "
-            "zerojax.models.from_folder(path).model, of the folder of its save_pretrained"
+            f"model: {type(model).__name__} is a PyTorch model: load the folder of its "
+            "save_pretrained, loaded = zerojax.models.from_folder(path), and pass "
+            "Trainer(loaded.model, params=loaded.parameters, loss=loaded.loss)"
         )
     if nn.Module in getattr(model, "__mro__", ()):
         name = getattr(model, "__name__", "the model")
@@ -83,7 +84,10 @@ def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Linen | Nnx
         return Linen(model, loss, seed)
     if isinstance(model, nnx.Module) or callable(model):
         return Nnx(model, loss, seed)
-    raise TypeError(f"model: {type(model).__name__} is no flax module, nor a function of rngs")
+    raise TypeError(
+        f"model: {type(model).__name__} is no flax module, and no function from rngs to an "
+        "nnx.Module"
+    )
 
 
 def config_of(model: object) -> Any:
@@ -112,7 +116,8 @@ def with_remat(model: object) -> nn.Module:
         if dataclasses.is_dataclass(config) and hasattr(config, "remat"):
             return model.clone(config=dataclasses.replace(config, remat=True))  # type: ignore[type-var]
     raise ValueError(
-        "gradient_checkpointing: the model has no `remat`: wrap its blocks in nn.remat instead"
+        "gradient_checkpointing: the model has no field `remat`, nor has its `config`: wrap its "
+        "blocks in nn.remat or nnx.remat, and remove the argument"
     )
 
 

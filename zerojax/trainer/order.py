@@ -103,4 +103,7 @@ def row_lengths(dataset: Any, column: str) -> np.ndarray:
                 dataset[name] if has_columns else (dataset[i][name] for i in range(len(dataset)))
             )
             return np.array([len(x) if name == "input_ids" else int(x) for x in values])
-    raise ValueError(f'"group_by_length" needs a field {column} (length_column_name) or input_ids')
+    raise ValueError(
+        'train_sampling_strategy = "group_by_length" needs the lengths of rows: add a field '
+        f"{column} (length_column_name) or input_ids"
+    )

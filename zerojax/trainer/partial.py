@@ -84,8 +84,10 @@ def partial_mean(
     except Undivided as reason:
         if partial.times > 1:
             raise ValueError(
-                f"an epoch's last update has {partial.rows} of {partial.full} rows: {reason}. "
-                "Return (values, weights) of rows from the loss, or do not accumulate"
+                f"an epoch's last update has {partial.rows} of {partial.full} rows, and under "
+                f"accumulation their loss cannot be computed separately: {reason}. Return a "
+                "pair (values, weights) of rows from the loss, set "
+                f"gradient_accumulation_steps to 1, or pass a multiple of {partial.full} rows"
             ) from None
     given, changed = function(*args, jax.tree.map(lambda x: x[: partial.rows], batch))
     return mean_loss(given), changed

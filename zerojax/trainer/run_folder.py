@@ -96,7 +96,10 @@ class RunFolder:
             step = source.latest_step() if step is None else step
             if step is None:
                 problem = "has no checkpoint" if folder.exists() else "does not exist: nothing"
-                raise CheckpointError(f"{folder} {problem} to resume from")
+                raise CheckpointError(
+                    f"{folder} {problem} to resume from: remove resume_from_checkpoint for a new "
+                    "run"
+                )
             extra = source.extra(step, process=0)
             self._check(extra, f"{folder}/{step}")
             after = step if source is self.checkpoints else -1
@@ -146,7 +149,9 @@ class RunFolder:
 
     def _check(self, extra: object, where: str) -> None:
         if not isinstance(extra, Mapping) or not {"trainer", "data", "losses"} <= extra.keys():
-            raise CheckpointError(f"{where} was not saved by a Trainer: pass Trainer(params=...)")
+            raise CheckpointError(
+                f"{where} was not saved by a Trainer: pass its parameters, Trainer(params=...)"
+            )
         previous, current = dict(extra["data"]), self._data()
         steps = previous.pop("steps"), current.pop("steps")
         names = dict.fromkeys([*current, *previous])
@@ -155,7 +160,7 @@ class RunFolder:
         if differences:
             raise CheckpointError(
                 f"{where} was trained on other data: {', '.join(differences)}. Resume with the "
-                "same data, or start a new run"
+                "same data, or start a new run from its parameters, Trainer(params=...)"
             )
         if steps[0] != steps[1]:
             log.warning(
@@ -176,7 +181,8 @@ class RunFolder:
         if later and not self._args.overwrite_output_dir:
             raise CheckpointError(
                 f"{self.checkpoints.directory} has checkpoints of steps {later[0]} to "
-                f"{later[-1]}: train(resume_from_checkpoint=True), or set overwrite_output_dir=True"
+                f"{later[-1]}: resume from the last with train(resume_from_checkpoint=True), "
+                "choose another output_dir, or remove them with overwrite_output_dir=True"
             )
 
     def _make_room(self, after: int) -> None:

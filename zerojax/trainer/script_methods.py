@@ -132,7 +132,8 @@ class ScriptMethods(ABC):
           NotImplementedError: Always; the message says how to push.
         """
         raise NotImplementedError(
-            "push_to_hub: write the folder with save_model(), then `hf upload REPOSITORY FOLDER`"
+            "push_to_hub: zerojax has no client of a hub: write the folder with save_model() and "
+            "create_model_card(), and run `hf upload REPOSITORY FOLDER`"
         )
 
     def _with_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -78,8 +78,10 @@ def find(values: Json, architecture: str | None = None) -> Format[Any]:
         if name in known:
             return known[name].load()
     raise ValueError(
-        f"{' and '.join(named)} of model_type {model_type!r} is not supported: pass "
-        f"from_folder(..., architecture={next(iter(known))!r}), or see {DOCS}"
+        f"{' and '.join(named)} of model_type {model_type!r} is not supported: zerojax has "
+        f"{', '.join(known)}. Load one with from_folder(..., "
+        f"architecture={next(iter(known))!r}), which initializes a head without tensors; or "
+        f"see {DOCS}"
     )
 
 

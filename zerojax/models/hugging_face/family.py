@@ -152,7 +152,10 @@ class Family:
             name = _PROPERTIES.get(field.name, field.name)
             ours, theirs = getattr(config, name), getattr(back, name)
             if ours != theirs:
-                raise ValueError(f"{self.model_type!r} has {name} = {theirs!r}, not {ours!r}")
+                raise ValueError(
+                    f"transformers' {self.model_type!r} has {name} = {theirs!r}, not {ours!r}: set "
+                    "another model_type in the config"
+                )
 
     def _window_keys(self, config: LlamaConfig) -> Json:
         keys: Json = {}

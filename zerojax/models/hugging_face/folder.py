@@ -105,7 +105,10 @@ class Format(Generic[Config]):
         ]
         saved = extra.get("model") if isinstance(extra, Mapping) else None
         if not isinstance(saved, Mapping) or not saved.keys() >= set(required):
-            raise ValueError(f"extra['model'] is {saved!r}: give it {', '.join(required)}")
+            raise ValueError(
+                f"its extra['model'] is {saved!r}, and needs {', '.join(required)} of "
+                f"{self.config.__name__}: save(step, state, extra={{'model': {{...}}}})"
+            )
         values: Fields = {field.name: saved[field.name] for field in fields if field.name in saved}
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return self.config(**values)
@@ -209,7 +212,8 @@ class LanguageModel(Format[Config]):
             if getattr(theirs, name) != getattr(ours, name):
                 raise ValueError(
                     f"{pathlib.Path(folder) / CONFIG_FILE}: {key} = {getattr(theirs, name)}, but "
-                    f"the model has {name} = {getattr(ours, name)}"
+                    f"the model has {name} = {getattr(ours, name)}: build it from "
+                    "read_config(folder)"
                 )
 
 
@@ -237,7 +241,8 @@ def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None
         path = min(unmatched)
         owner = name if path in expected else "the tree given"
         raise ValueError(
-            f"only {owner} has the parameter {path} ({len(unmatched)}): check n_layer, scan"
+            f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): pass the "
+            "config that the model was created with, with its n_layer and scan"
         )
     leaves = []
     for path, leaf in given.items():
@@ -245,7 +250,8 @@ def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None
         is_sharding = isinstance(leaf, Sharding)
         if not is_sharding and tuple(leaf.shape) != shape:
             raise ValueError(
-                f"{path} is {list(leaf.shape)}, and in {name} {list(shape)}: pass its config"
+                f"the parameter {path} is {list(leaf.shape)} in the tree given, {list(shape)} in "
+                f"{name}: pass the config that the model was created with"
             )
         leaf_dtype = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
         if not jnp.issubdtype(leaf_dtype, jnp.floating):

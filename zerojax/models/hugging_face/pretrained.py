@@ -256,7 +256,10 @@ def from_folder(
         return pretrained
     stored: Any = read_json(file).get("quantization_config") or {}
     if stored.get("quantization_status") == "compressed":
-        raise ValueError(f"{file}: pass the folder that was quantized: zerojax loads floats")
+        raise ValueError(
+            f"{file}: quantization_config says that the weights are codes, and zerojax loads "
+            "floats: pass the folder or the checkpoint that was quantized"
+        )
 
     def create_state(key: jax.Array) -> TrainState:
         params = jax.tree.map(lambda x: x.astype(dtype), pretrained.init(key))

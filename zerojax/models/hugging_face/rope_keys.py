@@ -56,7 +56,9 @@ def from_hf(values: Json, theta: float, longest: int) -> Fields:
     kind = given.pop("rope_type", old) or "default"
     kind = "longrope" if kind == "su" else kind  # its name in older files
     if kind not in _FIELDS:
-        raise ValueError(f"rope_type = {kind!r} is not supported: use {', '.join(TYPES)}")
+        raise ValueError(
+            f"rope_type = {kind!r} is not supported: zerojax.models.rope has {', '.join(TYPES)}"
+        )
     may_lack_factor = kind == "longrope" or (kind == "yarn" and "factor" in given)
     if may_lack_factor and given.get("factor") is None:
         given["factor"] = longest / (values.get(_PRETRAINED) or given.get(_PRETRAINED) or longest)

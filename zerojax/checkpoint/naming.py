@@ -52,7 +52,8 @@ def parameters(saved: SavedStep) -> dict[str, SavedArray]:
     }
     if not by_path:
         raise CheckpointError(
-            f"{saved.item} has {', '.join(roots)}, and no parameters at {'.'.join(prefix)!r}"
+            f"{saved.item} has {', '.join(roots)}, and no parameters at {'.'.join(prefix)!r}: "
+            "export a TrainState or nnx.state((model, optimizer))"
         )
     streams = _streams(by_path)
     return {

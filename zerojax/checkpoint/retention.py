@@ -44,7 +44,8 @@ class Retention:
             self.keep_best and self.keep is None
         ):
             raise CheckpointError(
-                f"keep={self.keep}, keep_best={self.keep_best}, metric={self.metric!r}: pass all"
+                f"keep={self.keep}, keep_best={self.keep_best}, metric={self.metric!r}: pass all "
+                "three to keep the best steps by a metric"
             )
         if self.mode not in _WORST:
             raise CheckpointError(f"mode={self.mode!r}: pass {' or '.join(_WORST)}")

@@ -115,7 +115,8 @@ def launch(
             placement = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
             if any(option is not None for option in placement):
                 raise UsageError(
-                    f"{cluster.chosen()} places the processes: remove --hostfile and the like"
+                    f"{cluster.chosen()} places the processes: remove --hostfile, --include, "
+                    "--exclude, --node-rank, --coordinator and --mpi"
                 )
             status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
             raise typer.Exit(status)
@@ -208,7 +209,9 @@ def _counts(
     counts = tuple(map(int, given.split(","))) if given else ()
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
-            raise UsageError(f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts")
+            raise UsageError(
+                f"--num-nodes {num_nodes}: the hostfile has {len(hosts)} hosts: lower it"
+            )
         hosts = hosts[:num_nodes]
     elif max(num_nodes or 1, len(counts)) > 1 and node_rank is None:
         raise UsageError("several machines need --hostfile, or --node-rank and --coordinator")
@@ -248,7 +251,8 @@ def _node(
         return Node(rank, counts, address)
     if slots[-1] >= len(here):
         raise UsageError(
-            f"{hosts[rank].name} has slots up to {slots[-1]}, but {len(here)} GPUs: edit hostfile"
+            f"{hosts[rank].name} has slots up to {slots[-1]}, but this machine {len(here)} GPUs: "
+            "correct the hostfile"
         )
     return Node(rank, counts, address, tuple(here[slot].name for slot in slots))
 

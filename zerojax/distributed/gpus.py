@@ -74,13 +74,15 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
         gpus = len(sets[0])
         if gpus % len(here):
             raise ValueError(
-                f"{len(here)} processes cannot share {gpus} GPU{'s' * (gpus > 1)} evenly"
+                f"{len(here)} processes cannot share {gpus} GPU{'s' * (gpus > 1)} evenly: start "
+                "one process a GPU, or let CUDA_VISIBLE_DEVICES show all GPUs"
             )
         each = gpus // len(here)
         return [[*range(n * each, (n + 1) * each)] for n in range(len(here))]
     uses = [uuid for seen in sets for uuid in seen]
     if len(uses) > len({*uses}):
         raise ValueError(
-            "processes see some GPUs in common: set CUDA_VISIBLE_DEVICES to the GPUs of each alone"
+            "processes see some GPUs in common and not others: set CUDA_VISIBLE_DEVICES to the "
+            "GPUs of each process alone, or unset it for all"
         )
     return [None] * len(here)

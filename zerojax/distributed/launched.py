@@ -135,7 +135,8 @@ def _check_single(environ: Mapping[str, str]) -> None:
     for launcher in _LAUNCHERS[:3]:
         if environ.get(launcher.count, "1") != "1":
             raise LaunchError(
-                f"{launcher.count}={environ[launcher.count]}, and {launcher.index} is not set"
+                f"{launcher.count}={environ[launcher.count]}, and {launcher.index} is not set: "
+                f"number the processes from 0, or unset {launcher.count}"
             )
 
 

@@ -254,11 +254,13 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
         time.sleep(0.2)
     if was_admitted:
         raise LaunchError(
-            f"process 0 at {me.coordinator} ended before {me.count} processes arrived"
+            f"process 0 at {me.coordinator} ended before {me.count} processes arrived: see its "
+            "output"
         )
     raise LaunchError(
         f"process {me.index} of {me.count} on {mine['host']} did not reach process 0 at "
-        f"{me.coordinator} within {seconds:g} s: {reason}. Check that it runs, and firewalls"
+        f"{me.coordinator} within {seconds:g} s: {reason}. Check that process 0 runs there "
+        f"({me.by} gave the address), and that no firewall is between"
     )
 
 

@@ -251,12 +251,15 @@ def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
     for (path, leaf), stacked in zip(leaves, layers, strict=True):
         if not hasattr(leaf, "shape"):
             raise TypeError(
-                f"model: expected a flax module or parameters, got {type(model).__name__}"
+                "model: expected a flax module or a tree of parameters, got a "
+                f"{type(model).__name__} with {leaf!r} at {jax.tree_util.keystr(path) or 'its top'}"
             )
         total += math.prod(leaf.shape)
         modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape) // stacked
     if not modules:
-        raise TypeError(f"model: a {type(model).__name__} has no parameters: pass params")
+        raise TypeError(
+            f"model: a {type(model).__name__} has no parameters: pass a model or params"
+        )
     return total, max(modules.values())
 
 
@@ -274,7 +277,8 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
     required = [p.name for p in arguments if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if not _TOKENS.issuperset(required):
         raise TypeError(
-            f"model: {type(model).__name__} takes {', '.join(required)}: pass jax.ShapeDtypeStructs"
+            f"model: {type(model).__name__} takes {', '.join(required)}: pass an input for "
+            "each after the model, such as jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)"
         )
     return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(required)
 

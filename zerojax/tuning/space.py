@@ -73,7 +73,9 @@ class Batches:
         within = [n for n in sizes if self._within(n)]
         if not within:
             raise ConfigError(
-                f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows is within bounds"
+                f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows is within "
+                "min_ and max_train_micro_batch_size_per_gpu, min_ and max_train_batch_size: "
+                "widen them"
             )
         return within
 

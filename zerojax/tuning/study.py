@@ -171,5 +171,6 @@ def check_axes(plan: Plan) -> None:
     for axis, size in plan.mesh.shape.items():
         if size > 1 and axis not in {*sharded_axes, *batch_axes(plan.mesh), SEQUENCE}:
             raise ValueError(
-                f"no parameter is sharded over the mesh axis {axis!r}: use {MODEL!r}, or pass specs"
+                f"no parameter is sharded over the mesh axis {axis!r}: use {MODEL!r} for the GPTs "
+                "and Llamas of zerojax, or return zerojax.Workload(..., specs=...)"
             )

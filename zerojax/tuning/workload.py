@@ -225,7 +225,10 @@ def _linen(
         _logits(model, init, jnp.zeros((1, seq), jnp.int32))
         if others := set(variables) - {"params"}:
             name = type(model).__name__
-            raise ModelError(f"{name} also has {', '.join(sorted(others))}.\n{_TAKEN_AS}")
+            raise ModelError(
+                f"{name} has {', '.join(sorted(others))} beside its parameters, which the step of "
+                f"a bare model does not update.\n{_TAKEN_AS}"
+            )
         return cast(
             TrainState,
             TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx),

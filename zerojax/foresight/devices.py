@@ -50,10 +50,7 @@ def rates_here(mesh: Mesh) -> Rates:
         return rates_of(device, free)
     if (kind := kind_of(device)) is not None:
         return rates(kind)
-    raise ValueError(
-        f"{device.device_kind!r} devices have no known speed and memory: pass --devices h100:8 "
-        'on the command line, mesh=zerojax.topology("h100", 8), or all settings yourself'
-    )
+    raise ValueError(f"{device.device_kind!r} devices have no known speed: use zerojax.topology()")
 
 
 def free_bytes(mesh: Mesh) -> int | None:

@@ -257,9 +257,7 @@ def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
         total += math.prod(leaf.shape)
         modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape) // stacked
     if not modules:
-        raise TypeError(
-            f"model: a {type(model).__name__} has no parameters: pass a model or params"
-        )
+        raise TypeError(f"model: a {type(model).__name__} has no parameters: pass params")
     return total, max(modules.values())
 
 
@@ -277,8 +275,7 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
     required = [p.name for p in arguments if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if not _TOKENS.issuperset(required):
         raise TypeError(
-            f"model: {type(model).__name__} takes {', '.join(required)}: pass an input for "
-            "each after the model, such as jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)"
+            f"model: {type(model).__name__} takes {', '.join(required)}: pass jax.ShapeDtypeStructs"
         )
     return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(required)
 

@@ -74,8 +74,7 @@ class Batches:
         if not within:
             raise ConfigError(
                 f"autotuning: no micro-batch of {', '.join(map(str, sizes))} rows is within "
-                "min_ and max_train_micro_batch_size_per_gpu, min_ and max_train_batch_size: "
-                "widen them"
+                "the minima and maxima of the micro-batch and of the batch: widen them"
             )
         return within
 

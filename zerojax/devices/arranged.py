@@ -66,8 +66,8 @@ def check_stages(given: Mesh, stages: int | None, words: str = "") -> None:
     data = devices_of_stage(found * sizes[axis], stages, words)
     raise ConfigError(
         f"{words or f'pipeline.stages = {stages}'}, and the mesh {sizes} has "
-        f"{found if found > 1 else 'no'} pipeline stages: remove one of them, or use "
-        f"zerojax.mesh(axes={ {STAGE: stages} | sizes | {STAGE: stages, axis: data} })"
+        f"{found if found > 1 else 'no'} pipeline stages: remove one of them, or make the mesh "
+        f"with zerojax.mesh(axes={ {STAGE: stages} | sizes | {STAGE: stages, axis: data} })"
     )
 
 
@@ -111,6 +111,7 @@ def check_groups(given: Mesh, size: int, words: str = "") -> None:
     devices = axis_size(given, zero_axis(given))
     if 0 < size != devices:
         raise ConfigError(
-            f"{words or f'{_MICS} = {size}'}, and the mesh {dict(given.shape)} has shard groups of "
-            f"{devices}: remove one, or pass mesh(replicas={max(1, batch_devices(given) // size)})"
+            f"{words or f'{_MICS} = {size}'}, and the mesh {dict(given.shape)} has shard groups "
+            f"of {devices} ({zero_axis(given)!r}): remove one of them, or make the mesh with "
+            f"zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
         )

@@ -114,7 +114,10 @@ def axis_sizes(
     if replicas is not None:
         replicas = hosts if replicas == "hosts" else replicas
         if axes is not None:
-            raise ValueError(f"replicas={replicas!r} and axes={axes!r} are both given: pass one")
+            raise ValueError(
+                f"replicas={replicas!r} and axes={axes!r} are both given: pass one, such as "
+                f"axes={{{REPLICA!r}: ..., {AXIS!r}: ...}}."
+            )
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ValueError(
                 f'replicas={replicas!r}: pass a number of replica groups, or "hosts" for one a host'
@@ -168,7 +171,8 @@ def explicit_around(given: Mesh) -> tuple[str, ...]:
     if explicit and dict(context.shape) != dict(given.shape):
         raise ValueError(
             f"jax.set_mesh has set {dict(context.shape)} with explicit axes, and zero's mesh is "
-            f"{dict(given.shape)}: pass that to zerojax.zero(..., mesh=mesh)"
+            f"{dict(given.shape)}: pass that mesh to zerojax.zero(..., mesh=mesh), or call the "
+            "step outside jax.set_mesh."
         )
     return explicit
 
@@ -225,8 +229,9 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         return cast(str, names[0])
     if mistaken := [name for name in names if name != REPLICA and _LIKE_REPLICA.search(name)]:
         raise ValueError(
-            f"the mesh {names} would replicate the batch over {mistaken[0]!r}: rename it {AXIS!r} "
-            f"(the batch), {REPLICA!r} (replica groups), or by what it shards, such as 'model'"
+            f"the mesh {names} would replicate the batch over {mistaken[0]!r}, an axis that "
+            f"zerojax does not know. Name the axis of the batch {AXIS!r}, the axis of replica "
+            f"groups {REPLICA!r}, and any other axis by what it shards, such as 'model'."
         )
     if AXIS in names:
         return AXIS

@@ -12,6 +12,7 @@ import optax
 import pytest
 from equal import zero_for
 from flax.training.train_state import TrainState
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxprs import equations
 
 import zerojax
@@ -354,6 +355,24 @@ def test_refused_by_name(step: Callable[..., Any], says: list[str]) -> None:
         zero(step)(state, batch())
     for words in says:
         assert words in str(caught.value), str(caught.value)
+
+
+def by_kernel(x: jax.Array) -> jax.Array:
+    """A Mosaic GPU kernel of a user's, for all rows at once."""
+
+    def double(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] * 2
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    kernel = plgpu.kernel(double, out_type=out, grid=(1,), grid_names=("block",))
+    return kernel(x)  # type: ignore[no-any-return]
+
+
+def test_a_mosaic_gpu_kernel_is_refused_by_name() -> None:
+    zero = zerojax.zero(stage=3, gradient_accumulation_steps=2, mesh=zerojax.mesh(1))
+    step = with_loss(lambda p, b: jnp.mean(apply(p, by_kernel(b["x"])) ** 2))
+    with pytest.raises(ValueError, match=r"custom_vmap_call at .*keep rows separate"):
+        zero(step)(start(), batch())
 
 
 @pytest.mark.parametrize("by", [pytest.param("keyword", marks=pytest.mark.slow), "json"])

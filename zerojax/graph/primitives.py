@@ -127,7 +127,7 @@ BRANCHES = frozenset({"cond", "while"})
 """Primitives that run programs chosen by values of the step."""
 
 KERNELS = frozenset({
-    "custom_partitioning", "ffi_call", "pallas_call", "shard_map", "core_map",
+    "custom_partitioning", "ffi_call", "pallas_call", "mpmd_map", "shard_map", "core_map",
     # jax.nn.dot_product_attention with cuDNN binds the wrappers, which lower to the others.
     "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",

@@ -1,4 +1,4 @@
-"""Output in lines, whatever it is: each byte is passed on once, and looked at once."""
+"""Output in lines, whatever it is: each byte is passed on once."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ def split(*pieces: bytes) -> tuple[list[bytes], bytes]:
     """The lines of an output that comes in these pieces, and what has no end."""
     source = Source(b"", 1, None)
     lines = [line for piece in pieces for line in source.lines(piece)]
-    return lines, source.take()
+    return lines, source.rest
 
 
 def test_newlines_and_carriage_returns_end_lines() -> None:

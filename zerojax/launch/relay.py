@@ -8,6 +8,7 @@ import select
 import selectors
 import threading
 import time
+from dataclasses import dataclass
 from typing import IO
 
 from zerojax.launch.failure import Failure, reported
@@ -18,6 +19,7 @@ _LOOK = 100  # milliseconds
 _TAIL = 1 << 14
 
 
+@dataclass(eq=False)
 class Source:
     """One pipe of a process.
 
@@ -33,47 +35,21 @@ class Source:
     prefix: bytes
     to: int
     log: IO[bytes] | None
-    failures: list[Failure] | None
-    rest: bytearray
-    tail: bytes
-
-    def __init__(
-        self,
-        prefix: bytes,
-        to: int,
-        log: IO[bytes] | None,
-        failures: list[Failure] | None = None,
-    ) -> None:
-        self.prefix, self.to, self.log, self.failures = prefix, to, log, failures
-        self.rest, self.tail = bytearray(), b""
+    failures: list[Failure] | None = None
+    rest: bytes = b""
+    tail: bytes = b""
 
     def lines(self, data: bytes) -> list[bytes]:
         """Adds data; returns the lines that ended, and a line too long to wait for its end.
 
-        A line ends with a newline or, like a progress bar's, with a carriage return. Each byte is
-        read once, however many calls a line takes.
+        A line ends with a newline or, like a progress bar's, with a carriage return, which a
+        newline may follow.
         """
         self.tail = (self.tail + data)[-_TAIL:]
-        if self.rest.endswith(b"\r"):  # a newline may follow
-            del self.rest[-1]
-            data = b"\r" + data
-        *ended, last = data.splitlines(keepends=True) or [b""]
-        if last.endswith(b"\n"):
-            ended.append(last)
-            last = b""
-        if ended:
-            ended[0] = bytes(self.rest + ended[0])
-            self.rest.clear()
-        self.rest += last
-        if len(self.rest) > _LONGEST:
-            ended.append(self.take())
-        return ended
-
-    def take(self) -> bytes:
-        """Returns and clears the line that has not ended."""
-        rest = bytes(self.rest)
-        self.rest.clear()
-        return rest
+        *ended, last = (self.rest + data).splitlines(keepends=True) or [b""]
+        is_whole = last.endswith(b"\n") or len(last) > _LONGEST
+        self.rest = b"" if is_whole else last
+        return [*ended, last] if is_whole else ended
 
 
 class Relay(threading.Thread):
@@ -148,8 +124,9 @@ class Relay(threading.Thread):
         os.close(fd)
 
     def _flush(self, source: Source) -> None:
-        if rest := source.take():
-            self._write(source, rest)
+        if source.rest:
+            self._write(source, source.rest)
+            source.rest = b""
 
     def _write(self, source: Source, chunk: bytes) -> None:
         if source.failures is not None and (failure := reported(chunk)):

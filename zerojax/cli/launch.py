@@ -19,7 +19,7 @@ from zerojax.launch.descent import guarded
 from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.gpus import Gpu, gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
-from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
+from zerojax.launch.job import PART, Job, Node, by_hand, checked_script, free_port, node_command
 
 # All arguments after the script belong to the script.
 SETTINGS = {"allow_interspersed_args": False}
@@ -144,14 +144,14 @@ def launch(
                 )
             if node.gpus is not None:
                 local_gpus = [gpu for gpu in local_gpus if gpu.name in node.gpus]
-            local.places(node, local_gpus)
+            local.check_places(node, local_gpus)
             if dry_run:
                 local.show(job, node, local_gpus, environ)
                 return
             _create_folder(log_dir)
             status = guarded(
                 lambda: local.run(job, node, local_gpus, environ),
-                parent=local.parent_to_watch(environ),
+                parent=os.getppid() if PART in environ else None,
             )
     except UsageError as error:
         typer.echo(f"zerojax launch: {error}", err=True)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import IO
 
-from zerojax.launch.failure import Failure, reported
+from zerojax.launch.failure import Outcome, reported
 
 _LONGEST = 1 << 16
 _QUIET = 1.0  # seconds; a process may pause within a line
@@ -35,7 +35,7 @@ class Source:
     prefix: bytes
     to: int
     log: IO[bytes] | None
-    failures: list[Failure] | None = None
+    failures: list[Outcome] | None = None
     rest: bytes = b""
     tail: bytes = b""
 

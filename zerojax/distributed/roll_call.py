@@ -292,6 +292,24 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
     return {value: format_indices(who, "process") for value, who in groups.items()}
 
 
+def unequal(each: Mapping[int, Mapping[str, _Value]]) -> dict[str, dict[_Value | str, str]]:
+    """Returns the names whose values differ, with the processes of each value.
+
+    Args:
+      each: The values of each process by name; a missing one is "none".
+
+    Example:
+      >>> unequal({0: {"stage": "1", "clip": "2"}, 1: {"stage": "3", "clip": "2"}})
+      {'stage': {'1': 'process 0', '3': 'process 1'}}
+    """
+    names = dict.fromkeys(name for values in each.values() for name in values)
+    groups = {
+        name: by_value({process: values.get(name, "none") for process, values in each.items()})
+        for name in names
+    }
+    return {name: group for name, group in groups.items() if len(group) > 1}
+
+
 def _named(record: Record) -> str:
     return f"process {record['index']} (pid {record['pid']} on {record['host']})"
 

@@ -14,10 +14,11 @@ from typing import Annotated
 import typer
 
 from zerojax.cli.launch_cluster import Cluster, start
+from zerojax.distributed.gpus import Gpu
 from zerojax.launch import local, mpi
 from zerojax.launch.descent import guarded
 from zerojax.launch.error import UsageError, in_a_line
-from zerojax.launch.gpus import Gpu, gpus
+from zerojax.launch.gpus import gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import PART, Job, Node, by_hand, checked_script, free_port, node_command
 

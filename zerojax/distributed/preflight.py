@@ -7,6 +7,7 @@ error.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ import jax
 
 from zerojax.config import ZeroConfig
 from zerojax.distributed.addresses import is_loopback, proxied
-from zerojax.distributed.gpus import local_devices, on_cpu, visible_gpus
+from zerojax.distributed.gpus import installed_gpus, local_devices, visible_gpus
 from zerojax.distributed.launched import Launched
 from zerojax.distributed.roll_call import Record, by_host, format_indices, unequal
 
@@ -27,15 +28,28 @@ _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor",
 
 def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]) -> Record:
     """Returns this process's record, before JAX is used."""
+    gpus = None if _is_on_cpu() else installed_gpus()
+    if gpus is not None:
+        gpus = visible_gpus(environ, gpus)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "versions": {name: _version(name) for name in ("jax", "jaxlib", "zerojax")},
         "settings": {} if config is None else settings(config),
-        "gpus": None if on_cpu() else visible_gpus(environ),
+        "gpus": gpus and [gpu.uuid for gpu in gpus],
         "proxy": proxied(me, environ),
-        "gloo_on_loopback": on_cpu() and is_loopback(socket.gethostname()),
+        "gloo_on_loopback": _is_on_cpu() and is_loopback(socket.gethostname()),
     }
+
+
+def _is_on_cpu() -> bool:
+    """Returns whether JAX will start only CPUs, without starting its backends."""
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    has_plugin = importlib.util.find_spec("jax_plugins") and any(
+        map(importlib.util.find_spec, plugins)
+    )
+    return platforms.split(",")[0] == "cpu" or not has_plugin
 
 
 def settings(config: ZeroConfig) -> dict[str, str]:

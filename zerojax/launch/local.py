@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from zerojax.distributed.gpus import Gpu
 from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.failure import Outcome, say
-from zerojax.launch.gpus import Gpu, near_cpus
+from zerojax.launch.gpus import near_cpus
 from zerojax.launch.group import STALLED, Group, Process
 from zerojax.launch.job import PART, Job, Node, free_port, with_token
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import os
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def test_a_failure_that_is_reported_has_its_types(noise: bytes) -> None:
 def finishing(source: Source, lines: int) -> tuple[Relay, bytes]:
     """A relay that is to finish, and what a process has written into its pipe before it ended."""
     relay = Relay()
-    write = relay.pipe(source)
+    read, write = os.pipe()
+    relay.read(io.FileIO(read), source)
     relay.start()
     said = b"".join(b"%d\n" % i for i in range(lines))
     os.write(write, said)

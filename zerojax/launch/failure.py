@@ -7,8 +7,6 @@ import json
 import os
 from typing import NamedTuple
 
-NEVER_JOINED = "script never calls zerojax.init_distributed()"
-
 _MARK = b"\x1e"
 _LONGEST = 3000  # mpirun forwards output in blocks of 4096 bytes
 

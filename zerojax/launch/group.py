@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 
 from zerojax.launch import descent
 from zerojax.launch.error import UsageError, in_a_line
-from zerojax.launch.failure import NEVER_JOINED, Outcome
+from zerojax.launch.failure import Outcome
 from zerojax.launch.relay import Relay, Source
 
 PREEMPTED = 75
@@ -143,20 +143,18 @@ class Group:
 
         prefix = process.prefix.encode()
         stderr = Source(prefix, 2, log, [] if process.number is None else None)
-        pipes = [self._relay.pipe(Source(prefix, 1, log)), self._relay.pipe(stderr)]
-        try:
-            child = subprocess.Popen(
-                process.command,
-                env={**self._environ, **process.variables},
-                stdin=subprocess.DEVNULL if process.number else None,  # for mpirun or process 0
-                stdout=pipes[0],
-                stderr=pipes[1],
-                start_new_session=True,
-                preexec_fn=prepare_child,
-            )
-        finally:
-            for pipe in pipes:
-                os.close(pipe)
+        child = subprocess.Popen(
+            process.command,
+            bufsize=0,
+            env={**self._environ, **process.variables},
+            stdin=subprocess.DEVNULL if process.number else None,  # for mpirun or process 0
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=prepare_child,
+        )
+        self._relay.read(child.stdout, Source(prefix, 1, log))
+        self._relay.read(child.stderr, stderr)
         child.returncode = 0  # `descent.reap` waits for all
         self._running[child.pid], self._stderr[child.pid] = process, stderr
 
@@ -274,7 +272,10 @@ class Group:
         process = ended.process
         if ended.code == 0:
             if ended is not self._early:
-                why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
+                why = (
+                    f"{process.name}, one of several, has ended: script never calls "
+                    "zerojax.init_distributed()"
+                )
                 return Outcome(2, why, again=False, failed_at=ended.at)
             why = (
                 f"{process.name} ended first, with status 0, before the end of its script "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import select
@@ -9,7 +10,7 @@ import selectors
 import threading
 import time
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from zerojax.launch.failure import Outcome, reported
 
@@ -61,18 +62,17 @@ class Relay(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._selector = selectors.DefaultSelector()
-        self._last, self._finish = os.pipe()
-        self._selector.register(self._last, selectors.EVENT_READ)
+        last, self._finish = os.pipe()
+        self.read(io.FileIO(last), None)
         self._open: Source | None = None  # the source of an unfinished line
         self._at_start = True
         self._deaf: set[int] = set()
         self._until = math.inf
 
-    def pipe(self, source: Source) -> int:
-        """Returns a descriptor for a process to write to; call it before the thread starts."""
-        read, write = os.pipe()
-        self._selector.register(read, selectors.EVENT_READ, source)
-        return write
+    def read(self, pipe: IO[bytes] | None, source: Source | None) -> None:
+        """Adds a pipe to read from; call it before the thread starts."""
+        assert pipe is not None
+        self._selector.register(pipe, selectors.EVENT_READ, source)
 
     def finish(self) -> None:
         """Ends the thread once it has forwarded all bytes that were written to the pipes.
@@ -105,7 +105,7 @@ class Relay(threading.Thread):
                     for line in key.data.lines(data):
                         self._write(key.data, line)
                 if not data:
-                    self._close(key.fd)
+                    self._close(key.fileobj)
                     if key.data:
                         self._flush(key.data)
                     else:
@@ -116,12 +116,12 @@ class Relay(threading.Thread):
     def close(self) -> None:
         """Closes the pipes; callers call it only if the thread has not started."""
         for key in [*self._selector.get_map().values()]:
-            self._close(key.fd)
+            self._close(key.fileobj)
         self._selector.close()
 
-    def _close(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        os.close(fd)
+    def _close(self, pipe: Any) -> None:
+        self._selector.unregister(pipe)
+        pipe.close()
 
     def _flush(self, source: Source) -> None:
         if source.rest:

@@ -145,7 +145,10 @@ def launch(
                 )
             if node.gpus is not None:
                 local_gpus = [gpu for gpu in local_gpus if gpu.name in node.gpus]
-            local.check_places(node, local_gpus)
+            if local_gpus and (count := counts[node.rank]) > len(local_gpus):
+                raise UsageError(
+                    f"{count} processes do not fit {len(local_gpus)} GPUs: start fewer"
+                )
             if dry_run:
                 local.show(job, node, local_gpus, environ)
                 return

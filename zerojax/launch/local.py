@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import tempfile
@@ -14,6 +15,24 @@ from zerojax.launch.failure import Outcome, say
 from zerojax.launch.gpus import near_cpus
 from zerojax.launch.group import STALLED, Group, Process
 from zerojax.launch.job import PART, Job, Node, free_port, with_token
+
+_CPU_PROCESSES = 32  # per CPU; more are a typing error, which would overload the machine
+
+
+def check_places(node: Node, gpus: list[Gpu]) -> None:
+    """Refuses more processes than this machine has places for.
+
+    Raises:
+      UsageError: There are more processes than GPUs, or far more than CPUs.
+    """
+    count = node.counts[node.rank]
+    if gpus and count > len(gpus):
+        raise UsageError(f"{count} processes do not fit {len(gpus)} GPUs: start fewer")
+    if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
+        raise UsageError(
+            f"--nproc-per-node {count}: {os.cpu_count()} CPUs take at most {_CPU_PROCESSES} "
+            "processes each: lower it"
+        )
 
 
 def defaults(environ: Mapping[str, str], on_gpus: bool) -> dict[str, str]:

@@ -145,10 +145,7 @@ def launch(
                 )
             if node.gpus is not None:
                 local_gpus = [gpu for gpu in local_gpus if gpu.name in node.gpus]
-            if local_gpus and (count := counts[node.rank]) > len(local_gpus):
-                raise UsageError(
-                    f"{count} processes do not fit {len(local_gpus)} GPUs: start fewer"
-                )
+            local.check_places(node, local_gpus)
             if dry_run:
                 local.show(job, node, local_gpus, environ)
                 return

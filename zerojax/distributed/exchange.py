@@ -60,13 +60,11 @@ def gather(this: Coordinator, topic: str, number: int, mine: str, seconds: float
     """
     this.publish(topic, mine, number)
     deadline = time.monotonic() + seconds
-    came = {this.me: mine}
     for process in range(this.count):
-        left = deadline - time.monotonic()
-        if process != this.me and (text := this.wait(topic, number, process, left)) is not None:
-            came[process] = text
-    if len(came) < this.count and this.wait(topic, number, this.me, ANSWER) is not None:
-        came |= this.collect(topic, number)  # some came while others were waited for
+        this.wait(topic, number, process, deadline - time.monotonic())
+    came = {this.me: mine}
+    if this.wait(topic, number, this.me, ANSWER) is not None:
+        came |= this.collect(topic, number)
     if missing := [process for process in range(this.count) if process not in came]:
         raise ProcessesMissing(topic, missing, seconds)
     if number > 1:  # every process that is in this round has read the strings of the last round

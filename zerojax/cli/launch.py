@@ -245,11 +245,9 @@ def _node(
     if len(counts) > 1 and coordinator is None:
         raise UsageError("--node-rank needs --coordinator HOST:PORT, the same on all machines")
     address = None if coordinator is None else _address(coordinator)
-    if hosts is None:
+    if hosts is None or environ.get("JAX_PLATFORMS") == "cpu":
         return Node(rank, counts, address)
     slots = hosts[rank].slots[: counts[rank]]
-    if environ.get("JAX_PLATFORMS") == "cpu":
-        return Node(rank, counts, address)
     if slots[-1] >= len(here):
         raise UsageError(
             f"{hosts[rank].name} has slots up to {slots[-1]}, but this machine {len(here)} GPUs: "

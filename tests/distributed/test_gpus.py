@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.distributed.gpus import local_devices, visible_gpus
+from zerojax.distributed.gpus import installed_gpus, local_devices, visible_gpus
 
 
 def shares(*gpus: list[str]) -> list[list[int] | None]:
@@ -50,12 +50,13 @@ def test_visible_gpus(
     visible: str | None, seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho GPU-aa; echo GPU-ab; echo GPU-b\n")
+    tool.write_text("#!/bin/bash\nfor i in aa ab b; do echo $((n++)), GPU-$i, bus; done\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [gpu.uuid for gpu in visible_gpus(environ, installed_gpus() or [])] == seen
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert visible_gpus({}) is None
+    assert installed_gpus() is None

@@ -115,7 +115,6 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 on"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_ADDR:MASTER_PORT='n1:70000' is not host"),
         (TORCHRUN | {"MASTER_ADDR": "http://h"}, "MASTER_PORT='http://h:29500' is not host:port"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "number 2 of 2 on its host: correct LOCAL_RANK or LOCAL"),
         (OURS | {"ZEROJAX_COORDINATOR": "n1"}, "ZEROJAX_COORDINATOR='n1' is not host:port"),
         (MPI, "Open MPI does not say where process 0 listens"),
         (without(POD, "ZEROJAX_NUM_PROCESSES"), "set ZEROJAX_NUM_PROCESSES to the Job's compl"),

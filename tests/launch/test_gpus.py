@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from zerojax.distributed.gpus import Gpu
 from zerojax.launch.error import UsageError
-from zerojax.launch.gpus import Gpu, gpus, near_cpus
+from zerojax.launch.gpus import gpus, near_cpus
 
 BUSES = ["0000:1b:00.0", "0000:43:00.0", "0000:9a:00.0"]
 
@@ -37,7 +38,7 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_that_the_environment_leaves(
     environ: dict[str, str], found: list[tuple[str, int]]
 ) -> None:
-    assert gpus(environ) == [Gpu(name, BUSES[i]) for name, i in found]
+    assert gpus(environ) == [Gpu(name, f"GPU-{i}aaa", BUSES[i]) for name, i in found]
 
 
 @pytest.mark.usefixtures("three")
@@ -52,7 +53,9 @@ def test_without_nvidia_smi_the_driver_s_files_count(
     monkeypatch.setenv("PATH", "")
     for bus in BUSES:
         (tmp_path / "driver/nvidia/gpus" / bus).mkdir(parents=True)
-    assert gpus({}, tmp_path) == [Gpu(str(i), bus) for i, bus in enumerate(BUSES)]
+    assert gpus({}, tmp_path) == [Gpu(str(i), "", bus) for i, bus in enumerate(BUSES)]
+    by_uuid = {"CUDA_VISIBLE_DEVICES": "GPU-1a"}
+    assert gpus(by_uuid, tmp_path) == [Gpu("GPU-1a", "GPU-1a", "")]
     assert gpus({}, tmp_path / "none") == []
 
 
@@ -61,7 +64,7 @@ def test_a_process_is_bound_next_to_its_gpu(tmp_path: Path) -> None:
     device, node = tmp_path / "bus/pci/devices" / BUSES[0], tmp_path / "devices/system/node/node1"
     device.mkdir(parents=True)
     node.mkdir(parents=True)
-    gpu = Gpu("0", BUSES[0])
+    gpu = Gpu("0", "", BUSES[0])
     assert near_cpus(gpu, tmp_path) is None
     (device / "numa_node").write_text("1\n")
     (node / "cpulist").write_text(f"{mine[0]},4000-4095\n")

@@ -21,7 +21,7 @@ from launch.launched import (
     living,
 )
 
-from zerojax.launch.group import Outcome
+from zerojax.launch.failure import Outcome
 from zerojax.launch.local import attempts
 
 pytestmark = pytest.mark.slow

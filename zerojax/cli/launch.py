@@ -14,12 +14,13 @@ from typing import Annotated
 import typer
 
 from zerojax.cli.launch_cluster import Cluster, start
+from zerojax.distributed.gpus import Gpu
 from zerojax.launch import local, mpi
 from zerojax.launch.descent import guarded
 from zerojax.launch.error import UsageError, in_a_line
-from zerojax.launch.gpus import Gpu, gpus
+from zerojax.launch.gpus import gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
-from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
+from zerojax.launch.job import PART, Job, Node, by_hand, checked_script, free_port, node_command
 
 # All arguments after the script belong to the script.
 SETTINGS = {"allow_interspersed_args": False}
@@ -144,14 +145,14 @@ def launch(
                 )
             if node.gpus is not None:
                 local_gpus = [gpu for gpu in local_gpus if gpu.name in node.gpus]
-            local.places(node, local_gpus)
+            local.check_places(node, local_gpus)
             if dry_run:
                 local.show(job, node, local_gpus, environ)
                 return
             _create_folder(log_dir)
             status = guarded(
                 lambda: local.run(job, node, local_gpus, environ),
-                parent=local.parent_to_watch(environ),
+                parent=os.getppid() if PART in environ else None,
             )
     except UsageError as error:
         typer.echo(f"zerojax launch: {error}", err=True)
@@ -244,11 +245,9 @@ def _node(
     if len(counts) > 1 and coordinator is None:
         raise UsageError("--node-rank needs --coordinator HOST:PORT, the same on all machines")
     address = None if coordinator is None else _address(coordinator)
-    if hosts is None:
+    if hosts is None or environ.get("JAX_PLATFORMS") == "cpu":
         return Node(rank, counts, address)
     slots = hosts[rank].slots[: counts[rank]]
-    if environ.get("JAX_PLATFORMS") == "cpu":
-        return Node(rank, counts, address)
     if slots[-1] >= len(here):
         raise UsageError(
             f"{hosts[rank].name} has slots up to {slots[-1]}, but this machine {len(here)} GPUs: "

@@ -9,5 +9,5 @@ in all of them. In reading order:
 - ``failure``: files for the launcher, and the exit on an exception. ``log``: messages once.
 - ``coordinator``: one thread per process, and the texts that processes share. On top of it:
   ``exchange``, ``equality``, ``call_agreement`` and ``turns`` let processes wait for each other;
-  ``lockstep`` and ``watchdog`` (with ``signs``) end a job whose processes differ or stall.
+  ``lockstep`` and ``watchdog`` end a job whose processes differ or stall.
 """

@@ -13,7 +13,7 @@ from zerojax.distributed.coordinator import Coordinator, coordinator
 from zerojax.distributed.equality import SAME_ARGUMENTS
 from zerojax.distributed.exchange import ProcessesMissing, gather
 from zerojax.distributed.failure import end_with
-from zerojax.distributed.roll_call import by_value
+from zerojax.distributed.roll_call import unequal
 
 _READING = 60.0  # s in which the others may read the answers
 _GRACE = 5  # looks in which the main thread may raise itself
@@ -99,18 +99,13 @@ class CallAgreement:
             process: json.loads(form if at == first else before)
             for process, (at, form, before) in sorted(split.items())
         }
-        names = dict.fromkeys(name for form in forms.values() for name in form)
-        by_name = {
-            name: by_value({process: form.get(name, "none") for process, form in forms.items()})
-            for name in names
-        }
-        unequal = {name: groups for name, groups in by_name.items() if len(groups) > 1}
-        if not unequal:
+        differing = unequal(forms)
+        if not differing:
             return None
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
             # Process 0 must not end before all have read the answers.
             gather(this, f"{self._topic}, read", number, "", _READING)
-        (name, groups), *more = unequal.items()
+        (name, groups), *more = differing.items()
         values = ", ".join(f"{value} in {who}" for value, who in groups.items())
         remedy = _SAME_FORM if name.startswith("batch") else f". {SAME_ARGUMENTS}"
         others = f", and {len(more)} more differ{'s' * (len(more) == 1)}" if more else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zlib
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -13,7 +12,7 @@ import numpy as np
 
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.launched import LaunchError
-from zerojax.distributed.roll_call import by_value
+from zerojax.distributed.roll_call import by_value, unequal
 from zerojax.xla.types import PyTree
 
 _PATIENCE = 600.0  # s
@@ -40,16 +39,16 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len({*exchange(what, digest, _PATIENCE)}) == 1:
         return
-    low, high = 0, min(map(int, exchange(what, str(len(lines)), _PATIENCE)))
+    low, high = 0, min(exchange(what, len(lines), _PATIENCE))
     while low < high:  # the lines before low are equal
         middle = (low + high + 1) // 2
-        is_same = len({*exchange(what, str(checksums[middle]), _PATIENCE)}) == 1
+        is_same = len({*exchange(what, checksums[middle], _PATIENCE)}) == 1
         low, high = (middle, high) if is_same else (low, middle - 1)
     line = lines[low].strip() if low < len(lines) else "the end"
-    received = exchange(what, line[:_SENT], _PATIENCE)
+    received = where_they_differ(exchange(what, line[:_SENT], _PATIENCE))
     raise LaunchError(
         f"{name} is another program in each process: line {low + 1} "
-        f"is\n{_lines(where_they_differ(received))}\nA learning rate, a constant, a random "
+        f"is\n{_lines(by_value(dict(enumerate(received))))}\nA learning rate, a constant, a random "
         "number of numpy or a branch of Python depends on the process: make it the same"
     )
 
@@ -86,15 +85,12 @@ def require_same_values(
     Raises:
       LaunchError: Values differ; raised in all processes, with a name that differs.
     """
-    digests = json.dumps(descriptions(values))
-    received = [*map(json.loads, exchange(f"the values of {name}", digests, _PATIENCE))]
-    keys = [key for key in dict.fromkeys(k for each in received for k in each)]
-    unequal = [key for key in keys if len({each.get(key, "none") for each in received}) > 1]
-    if unequal:
-        each = _lines([each.get(unequal[0], "none") for each in received])
-        more = f"\nand {len(unequal) - 1} more differ" if unequal[1:] else ""
+    received = exchange(f"the values of {name}", descriptions(values), _PATIENCE)
+    if differing := unequal(dict(enumerate(received))):
+        (first, groups), *more = differing.items()
+        others = f"\nand {len(more)} more differ" if more else ""
         raise LaunchError(
-            f"{name}: {unequal[0]} differs between the processes:\n{each}{more}\n{remedy}"
+            f"{name}: {first} differs between the processes:\n{_lines(groups)}{others}\n{remedy}"
         )
 
 
@@ -130,7 +126,6 @@ def _digest(x: object) -> str:
     return f"{array.dtype}{[*array.shape]} of checksum {checksum:08x}"
 
 
-def _lines(values: list[str]) -> str:
+def _lines(groups: Mapping[str, str]) -> str:
     """Lists each value once, with its processes."""
-    groups = by_value(dict(enumerate(values)))
     return "\n".join(f"  {who}: {value}" for value, who in groups.items())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from typing import TypeVar
 
 import jax
 
 from zerojax.distributed.coordinator import ANSWER, Coordinator, coordinator
 from zerojax.distributed.roll_call import format_indices
+
+_T = TypeVar("_T")
 
 
 class ProcessesMissing(TimeoutError):
@@ -23,15 +27,15 @@ class ProcessesMissing(TimeoutError):
         super().__init__(f"{what}: {who} did not arrive within {seconds:g} s")
 
 
-def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:
-    """Returns every process's string, in the order of the processes; waits for all of them.
+def exchange(name: str, mine: _T, seconds: float = 60.0) -> list[_T]:
+    """Returns every process's value, in the order of the processes; waits for all of them.
 
-    The strings pass through the coordination service of ``jax.distributed``, whatever the devices
+    The values pass through the coordination service of ``jax.distributed``, whatever the devices
     do. All processes call this function equally often with the same name.
 
     Args:
       name: Name of this exchange, in words that fit an error ("the hash of the config").
-      mine: This process's string, a few kB at most.
+      mine: This process's value of JSON, a few kB at most.
       seconds: Seconds to wait for the other processes.
 
     Raises:
@@ -44,7 +48,8 @@ def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:
     if jax.process_count() == 1:
         return [mine]
     this = coordinator()
-    return gather(this, name, this.next_round(name), mine, seconds)
+    texts = gather(this, name, this.next_round(name), json.dumps(mine), seconds)
+    return [json.loads(text) for text in texts]
 
 
 def gather(this: Coordinator, topic: str, number: int, mine: str, seconds: float) -> list[str]:
@@ -55,13 +60,11 @@ def gather(this: Coordinator, topic: str, number: int, mine: str, seconds: float
     """
     this.publish(topic, mine, number)
     deadline = time.monotonic() + seconds
-    came = {this.me: mine}
     for process in range(this.count):
-        left = deadline - time.monotonic()
-        if process != this.me and (text := this.wait(topic, number, process, left)) is not None:
-            came[process] = text
-    if len(came) < this.count and this.wait(topic, number, this.me, ANSWER) is not None:
-        came |= this.collect(topic, number)  # some came while others were waited for
+        this.wait(topic, number, process, deadline - time.monotonic())
+    came = {this.me: mine}
+    if this.wait(topic, number, this.me, ANSWER) is not None:
+        came |= this.collect(topic, number)
     if missing := [process for process in range(this.count) if process not in came]:
         raise ProcessesMissing(topic, missing, seconds)
     if number > 1:  # every process that is in this round has read the strings of the last round

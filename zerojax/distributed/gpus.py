@@ -1,48 +1,53 @@
-"""A process's share of its host's GPUs, determined before JAX is used."""
+"""The GPUs of a host and a process's share of them, found without JAX."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from collections.abc import Mapping
-
-import jax
+from typing import NamedTuple
 
 from zerojax.distributed.roll_call import Record, format_indices
 
-
-def on_cpu() -> bool:
-    """Returns whether JAX will start only CPUs, without starting its backends."""
-    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
-    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-    has_plugin = importlib.util.find_spec("jax_plugins") and any(
-        map(importlib.util.find_spec, plugins)
-    )
-    return platforms.split(",")[0] == "cpu" or not has_plugin
+_QUERY = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
 
 
-def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Returns the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; None if
-    nvidia-smi does not answer."""
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+class Gpu(NamedTuple):
+    """A GPU.
+
+    Attributes:
+      name: Name in ``CUDA_VISIBLE_DEVICES``: a number, or an identifier.
+      uuid: Identifier; "" if unknown.
+      bus: Address on the PCI bus as sysfs writes it; "" if unknown.
+    """
+
+    name: str
+    uuid: str
+    bus: str
+
+
+def installed_gpus() -> list[Gpu] | None:
+    """Returns all GPUs, in the order of the bus; None if nvidia-smi does not answer."""
     try:
-        completed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        completed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    uuids = completed.stdout.split()
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return uuids
-    selected: list[str] = []
-    for name in map(str.strip, visible.split(",")):
-        matches = [
-            uuid
-            for n, uuid in enumerate(uuids)
-            if name == str(n) or (name and uuid.startswith(name))
-        ]
-        if not matches and not name.startswith("MIG-"):
+    rows = [line.split(", ") for line in completed.stdout.splitlines()]
+    return [Gpu(row[0], row[1], row[2].lower()[-12:]) for row in rows if len(row) == 3]
+
+
+def visible_gpus(environ: Mapping[str, str], installed: list[Gpu]) -> list[Gpu]:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order."""
+    if (text := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return installed
+    has_uuids = any(gpu.uuid for gpu in installed)
+    selected = []
+    for name in map(str.strip, text.split(",")):
+        matches = (gpu for gpu in installed if name and gpu.uuid.startswith(name))
+        found = next((gpu for gpu in installed if gpu.name == name), None) or next(matches, None)
+        is_elsewhere = name.startswith("MIG-") or (name.startswith("GPU-") and not has_uuids)
+        if found is None and not is_elsewhere:
             break  # like CUDA, hide all that follow an unknown GPU
-        selected.append(matches[0] if matches else name)
+        selected.append(found._replace(name=name) if found else Gpu(name, name, ""))
     return selected
 
 

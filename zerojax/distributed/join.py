@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -99,9 +98,8 @@ def init_distributed(
         heartbeat_timeout_seconds=round(heartbeat),
         coordinator_bind_address=bind,
     )
-    devices = json.dumps(devices_here(jax.local_devices()))
-    received = exchange("the devices of each process", devices, timeout)
-    _refuse_in_all(unequal_devices([json.loads(each) for each in received]))
+    devices = devices_here(jax.local_devices())
+    _refuse_in_all(unequal_devices(exchange("the devices of each process", devices, timeout)))
     _leave_joined(me.index)
     watchdog()
 
@@ -149,5 +147,4 @@ def require_same(config: ZeroConfig, mesh: Mesh) -> None:
       LaunchError: Configs differ; raised in all processes, with the fields that differ.
     """
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count() > 1:
-        received = exchange("the config", json.dumps(settings(config)), 300.0)
-        _refuse_in_all(unequal_settings([json.loads(each) for each in received]))
+        _refuse_in_all(unequal_settings(exchange("the config", settings(config), 300.0)))

@@ -120,11 +120,6 @@ by='torchrun')
         local_count = _number(environ, launcher, launcher.local_count, 1)
     elif launcher.by == "srun":
         local_count = _tasks_of_node(environ)
-    if local_count is not None and not (local_index or 0) < local_count <= count:
-        raise LaunchError(
-            f"{launcher.by} gives process {index} of {count} the number {local_index} of "
-            f"{local_count} on its host: correct {launcher.local_index} or {launcher.local_count}"
-        )
     coordinator = _coordinator(environ, launcher, local_count == count)
     token = environ.get("ZEROJAX_TOKEN", "")
     return Launched(coordinator, count, index, local_count, local_index, launcher.by, token)

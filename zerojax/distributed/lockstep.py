@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -50,8 +51,7 @@ class Lockstep:
         self._unread: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=_KEPT)
         self._values: deque[tuple[int, dict[str, str]]] = deque(maxlen=_KEPT)
         self._published, self._has_ended = "", False
-        self._still: tuple[int, int, str, int] | None = None  # positions, unchanged since
-        self._since = 0.0
+        self._still: dict[int, tuple[tuple[int, str, int], float]] = {}  # positions, since when
         this.every(self._look)
 
     def note(self, call: str) -> None:
@@ -119,7 +119,14 @@ class Lockstep:
         for n in range(first, min(count, number)):
             own, other = own_calls[n - number], other_calls[n - count]
             if own[0] != other[0]:
-                self._refuse(n + 1, own[1], process, other[1], place)
+                end_with(
+                    LaunchError(
+                        f"the processes call different functions: call {n + 1} of zerojax is "
+                        f"{other[1]} in process {process}, at {place}, and {own[1]} in process "
+                        f"{self._me}, at {_place()}. Run the same steps, evaluations, saves and "
+                        "restores in every process; print and log in process 0 only"
+                    )
+                )
         own_values = dict(self._values)
         for n, others in values:
             for name, value in own_values.get(n, {}).items():
@@ -132,25 +139,16 @@ class Lockstep:
                     )
         self._report_waiting(process, count, place, number)
 
-    def _refuse(self, number: int, own: str, process: int, other: str, place: str) -> None:
-        end_with(
-            LaunchError(
-                f"the processes call different functions: call {number} of zerojax is {other} "
-                f"in process {process}, at {place}, and {own} in process {self._me}, at "
-                f"{_place()}. Run the same steps, evaluations, saves and restores in every "
-                "process; print and log in process 0 only"
-            )
-        )
-
     def _report_waiting(self, process: int, count: int, place: str, number: int) -> None:
         """Prints once where two processes are that have been at different calls for long."""
-        now, state = time.monotonic(), (process, count, place, number)
-        if self._still is None or (self._still[0] == process and self._still != state):
-            self._still, self._since = state, now
-        elif self._still[0] != process or (number > count and self._me > 1):
-            return  # one of the processes that see this reports it
-        elif count != number and 0 < now - self._since > self._silent:
-            self._since = float("inf")
+        positions, now = (count, place, number), time.monotonic()
+        still, since = self._still.get(process, (None, now))
+        if still != positions:
+            self._still[process] = positions, now
+        elif number > count and self._me > 1:
+            return  # process 1 sees it too, and reports it
+        elif count != number and now - since > self._silent:
+            self._still[process] = positions, math.inf
             print(
                 f"zerojax: process {process} has been at {place} for {self._silent:g} s, in or "
                 f"after call {count} of zerojax, and process {self._me} is at {_place()}, call "

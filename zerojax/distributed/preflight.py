@@ -7,6 +7,7 @@ error.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -17,9 +18,9 @@ import jax
 
 from zerojax.config import ZeroConfig
 from zerojax.distributed.addresses import is_loopback, proxied
-from zerojax.distributed.gpus import local_devices, on_cpu, visible_gpus
+from zerojax.distributed.gpus import installed_gpus, local_devices, visible_gpus
 from zerojax.distributed.launched import Launched
-from zerojax.distributed.roll_call import Record, by_host, by_value, format_indices
+from zerojax.distributed.roll_call import Record, by_host, format_indices, unequal
 
 _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 """Config fields that a program may set only in process 0."""
@@ -27,15 +28,28 @@ _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor",
 
 def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]) -> Record:
     """Returns this process's record, before JAX is used."""
+    gpus = None if _is_on_cpu() else installed_gpus()
+    if gpus is not None:
+        gpus = visible_gpus(environ, gpus)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "versions": {name: _version(name) for name in ("jax", "jaxlib", "zerojax")},
         "settings": {} if config is None else settings(config),
-        "gpus": None if on_cpu() else visible_gpus(environ),
+        "gpus": gpus and [gpu.uuid for gpu in gpus],
         "proxy": proxied(me, environ),
-        "gloo_on_loopback": on_cpu() and is_loopback(socket.gethostname()),
+        "gloo_on_loopback": _is_on_cpu() and is_loopback(socket.gethostname()),
     }
+
+
+def _is_on_cpu() -> bool:
+    """Returns whether JAX will start only CPUs, without starting its backends."""
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    has_plugin = importlib.util.find_spec("jax_plugins") and any(
+        map(importlib.util.find_spec, plugins)
+    )
+    return platforms.split(",")[0] == "cpu" or not has_plugin
 
 
 def settings(config: ZeroConfig) -> dict[str, str]:
@@ -62,16 +76,11 @@ def _version(package: str) -> str:
 
 def differences(records: list[Record], coordinator: str) -> list[str]:
     """Lists the problems that keep processes from being one job, before JAX is used."""
-    problems = [
-        each
-        for name in records[0]["versions"]
-        for each in _unequal(
-            f"the version of {name}",
-            {r["index"]: r["versions"].get(name) for r in records},
-            f"install the same {name} for all processes",
-        )
-    ]
-    if problems:  # the records of other versions may have other keys
+    versions = {record["index"]: record["versions"] for record in records}
+    remedy = "install the same {} for all processes"
+    if problems := _unequal(
+        "the version of {}", versions, remedy
+    ):  # the records of other versions may have other keys
         return problems
     if by_proxy := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
         problems.append(
@@ -98,16 +107,7 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
 def unequal_settings(each: list[dict[str, str]]) -> list[str]:
     """Lists the settings that differ between the processes with a known config."""
     known = {n: settings for n, settings in enumerate(each) if settings}
-    names = next(iter(known.values()), {})
-    return [
-        problem
-        for name in names
-        for problem in _unequal(
-            f"{name} of the config",
-            {n: settings.get(name) for n, settings in known.items()},
-            "give all processes the same config",
-        )
-    ]
+    return _unequal("{} of the config", known, "give all processes the same config")
 
 
 def devices_here(devices: Iterable[jax.Device]) -> Record:
@@ -118,23 +118,24 @@ def devices_here(devices: Iterable[jax.Device]) -> Record:
 
 def unequal_devices(records: list[Record]) -> list[str]:
     """Lists the problems that keep devices of several processes from one mesh."""
-    problems = _unequal(
-        "the kind of device",
-        {n: r["kind"] for n, r in enumerate(records)},
+    kinds = {n: {"kind": record["kind"]} for n, record in enumerate(records)}
+    counts = {n: {"number": record["count"]} for n, record in enumerate(records)}
+    return _unequal(
+        "the {} of device",
+        kinds,
         "use machines of one kind, or name the backend with JAX_PLATFORMS in all processes",
-    )
-    problems += _unequal(
-        "the number of devices",
-        {n: r["count"] for n, r in enumerate(records)},
+    ) + _unequal(
+        "the {} of devices",
+        counts,
         "give all processes as many: CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES",
     )
-    return problems
 
 
-def _unequal(what: str, values: Mapping[int, Any], remedy: str) -> list[str]:
-    """Returns an error if values differ, with the processes of each value."""
-    groups = by_value(values)
-    if len(groups) < 2:
-        return []
-    each = "; ".join(f"{value} in {who}" for value, who in groups.items())
-    return [f"{what} differs: {each}. Remedy: {remedy}"]
+def _unequal(what: str, each: Mapping[int, Mapping[str, Any]], remedy: str) -> list[str]:
+    """Returns an error for each name whose values differ; ``{}`` stands for the name."""
+    return [
+        f"{what.format(name)} differs: "
+        f"{'; '.join(f'{value} in {who}' for value, who in groups.items())}. "
+        f"Remedy: {remedy.format(name)}"
+        for name, groups in unequal(each).items()
+    ]

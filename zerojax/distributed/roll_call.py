@@ -7,7 +7,6 @@ socket holds the coordinator's port first, and JAX takes over the port once all 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -33,9 +32,6 @@ _RETURN = 30.0
 """Seconds that process 0 may take to listen again, once it has answered."""
 _GRACE = 10.0
 """Seconds that an answer may take."""
-_VISITORS = 64
-"""The most open connections without a record: scanners and health checks, and processes that are
-about to send theirs, which try again."""
 
 
 def call_roll(me: Launched, mine: Record, bind: str, seconds: float) -> list[Record]:
@@ -76,16 +72,15 @@ class _Roll:
 
     def gather(self, seconds: float) -> str:
         """Waits for all processes; returns the problem, or "" for none."""
-        start, has_reported, late_turns = time.monotonic(), False, 0
+        start, has_reported = time.monotonic(), False
         while len(self.present) < self.me.count:
             waited = time.monotonic() - start
             if not has_reported and waited >= _PATIENCE:
                 has_reported = True
                 print(f"zerojax: {self._waits()}", file=sys.stderr, flush=True)
             ready = self._waiting.select(max(0.0, min(seconds - waited, 1.0)))
-            late_turns += waited >= seconds
             # Some may have come while this process was stopped; strangers come forever.
-            if late_turns and (not ready or late_turns > 2 * self.me.count + _VISITORS):
+            if waited >= seconds and (not ready or waited >= 2 * seconds):
                 return self._missing(seconds)
             for key, _ in ready:
                 if key.fileobj is self._listener:
@@ -95,27 +90,12 @@ class _Roll:
         return ""
 
     def _admit(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # closed already, or there is no descriptor
             guest, _ = self._listener.accept()
-        except OSError as error:  # the connection is closed already, or there is no descriptor
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._dismiss_oldest()
-            return
-        self._heard[guest] = bytearray()
-        guest.setblocking(False)
-        self._waiting.register(guest, selectors.EVENT_READ, guest)
-        with contextlib.suppress(OSError):
+            self._heard[guest] = bytearray()
+            guest.setblocking(False)
+            self._waiting.register(guest, selectors.EVENT_READ, guest)
             guest.send(_GREETING)
-        if len(self._heard) - len(self._speakers) > _VISITORS:
-            self._dismiss_oldest()
-
-    def _dismiss_oldest(self) -> None:
-        """Closes the oldest connection without a record; waits a moment if there is none."""
-        oldest = next((guest for guest in self._heard if guest not in self._speakers), None)
-        if oldest is None:
-            time.sleep(0.1)
-        else:
-            self._dismiss(oldest)
 
     def _dismiss(self, guest: socket.socket) -> None:
         self._waiting.unregister(guest)
@@ -123,8 +103,6 @@ class _Roll:
         guest.close()
 
     def _hear(self, guest: socket.socket) -> str:
-        if guest not in self._heard:  # dismissed in this turn
-            return ""
         buffer, received = self._heard[guest], b""
         with contextlib.suppress(OSError):
             received = guest.recv(1 << 16)
@@ -290,6 +268,24 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
     for process, value in values.items():
         groups.setdefault(value, []).append(process)
     return {value: format_indices(who, "process") for value, who in groups.items()}
+
+
+def unequal(each: Mapping[int, Mapping[str, _Value]]) -> dict[str, dict[_Value | str, str]]:
+    """Returns the names whose values differ, with the processes of each value.
+
+    Args:
+      each: The values of each process by name; a missing one is "none".
+
+    Example:
+      >>> unequal({0: {"stage": "1", "clip": "2"}, 1: {"stage": "3", "clip": "2"}})
+      {'stage': {'1': 'process 0', '3': 'process 1'}}
+    """
+    names = dict.fromkeys(name for values in each.values() for name in values)
+    groups = {
+        name: by_value({process: values.get(name, "none") for process, values in each.items()})
+        for name in names
+    }
+    return {name: group for name, group in groups.items() if len(group) > 1}
 
 
 def _named(record: Record) -> str:

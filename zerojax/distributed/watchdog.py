@@ -18,7 +18,6 @@ import jax
 
 from zerojax.distributed.coordinator import Coordinator, coordinator, part
 from zerojax.distributed.roll_call import format_indices
-from zerojax.distributed.signs import Signs
 from zerojax.xla import compat
 
 STALLED = 76
@@ -31,7 +30,58 @@ _LONGEST = 3600.0  # s that compiles and saves may add between two steps
 _TICK = 15.0  # s at most; otherwise an eighth of the limit
 _GRACE = 15.0  # s in which the processes write their stacks
 _DEBUGGER = "a debugger"
-_STALLED, _WRITTEN = "stalled", "stacks are written"
+_SIGNS, _STALLED, _WRITTEN = "signs", "stalled", "stacks are written"
+
+
+class _Signs:
+    """Signs of life that the processes of a job send each other, with their activity.
+
+    Each process measures the ages of signs by its own clock, as clocks of hosts differ. If process
+    0 does not answer, no process has a new sign.
+    """
+
+    def __init__(self, this: Coordinator) -> None:
+        self._coordinator, self._given = this, 0
+        self._signs: dict[int, tuple[str, float]] = {}  # the last of a process, and when it came
+        self._since = 0.0
+
+    def exchange(self, busy: str, look: bool) -> None:
+        """Sends a sign of this process, and reads those of the others.
+
+        Args:
+          busy: The process's activity in place of steps; empty for none.
+          look: Whether to read; otherwise all signs are forgotten.
+        """
+        this, now = self._coordinator, time.monotonic()
+        self._given += 1
+        words = {this.me: f"{self._given} {busy}"}
+        if this.count > 1 and this.answers:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                this.publish(_SIGNS, words[this.me])
+                words |= this.collect(_SIGNS) if look else {}
+        if not look:
+            self._signs = {}
+        self._since = (self._since or now) if look else 0.0
+        for process, word in words.items():
+            if self._signs.get(process, ("",))[0] != word:
+                self._signs[process] = word, now
+
+    def watched(self) -> float:
+        """Returns the seconds since the first look; 0 if there was none."""
+        return time.monotonic() - self._since if self._since else 0.0
+
+    def missing(self, seconds: float) -> list[int]:
+        """Returns the processes without a new sign for more than ``seconds``."""
+        oldest = time.monotonic() - seconds
+        return [
+            process
+            for process in range(self._coordinator.count)
+            if process not in self._signs or self._signs[process][1] < oldest
+        ]
+
+    def busy(self) -> set[str]:
+        """Returns the activities of the processes in place of steps."""
+        return {word.partition(" ")[2] for word, _ in self._signs.values()} - {""}
 
 
 class Watchdog:
@@ -59,7 +109,7 @@ class Watchdog:
         self._last, self._added = time.monotonic(), 0.0
         self._begun = False
         self._pauses: list[str] = []
-        self._signs = Signs(this)
+        self._signs = _Signs(this)
         this.every(self._look, offline=True)
         if self._count > 1:
             this.every(self._hear)
@@ -90,13 +140,9 @@ class Watchdog:
         faulthandler.dump_traceback_later(1.5 * self.limit() + 5, exit=True, file=2)
         self.take_results()
         silence, limit = time.monotonic() - self._last, self.limit()
-        self._signs.give(self._busy())
+        self._signs.exchange(self._busy(), look=silence >= limit / 2)
         period = min(_TICK, (self._seconds or limit) / 8)
-        if silence < limit / 2:
-            self._signs.look_away()
-            return period
-        self._signs.look()
-        if silence < limit or self._signs.watched < 0.45 * limit:
+        if silence < limit or self._signs.watched() < 0.45 * limit:
             return period
         missing, busy = self._signs.missing(0.4 * limit), self._signs.busy()
         if busy and not missing and (_DEBUGGER in busy or self._added < _LONGEST):

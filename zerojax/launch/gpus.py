@@ -5,26 +5,11 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
+from zerojax.distributed.gpus import Gpu, installed_gpus, visible_gpus
 from zerojax.launch.error import UsageError
-
-_QUERY = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
-
-
-class Gpu(NamedTuple):
-    """A GPU.
-
-    Attributes:
-      name: Name in ``CUDA_VISIBLE_DEVICES``: a number, or an identifier.
-      bus: Address on the PCI bus as sysfs writes it; "" if unknown.
-    """
-
-    name: str
-    bus: str
 
 
 def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
@@ -36,42 +21,18 @@ def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
-    installed = _from_driver() or _from_proc(proc)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [Gpu(str(number), bus) for number, (_, bus) in enumerate(installed)]
-    chosen = []
-    for name in filter(None, map(str.strip, visible.split(","))):
-        if name == "-1":
-            break
-        if name.isdigit() and int(name) >= len(installed):
-            available = f"{socket.gethostname()} has {_count_text(len(installed))}"
-            raise UsageError(
-                f"CUDA_VISIBLE_DEVICES={visible}: {available}"
-                + "; or set JAX_PLATFORMS=cpu" * (not installed)
-            )
-        buses = [bus for uuid, bus in installed if uuid and uuid.startswith(name)]
-        bus = installed[int(name)][1] if name.isdigit() else (buses or [""])[0]
-        chosen.append(Gpu(name, bus))
-    return chosen
-
-
-def _count_text(count: int) -> str:
-    return "no GPU" if not count else f"{count} GPU" + "s" * (count > 1)
-
-
-def _from_driver() -> list[tuple[str, str]]:
-    """Returns identifier and bus address of every GPU, in the order of the bus."""
-    try:
-        completed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.split(", ") for line in completed.stdout.splitlines()]
-    return [(row[1], row[2].lower()[-12:]) for row in rows if len(row) == 3 and row[0].isdigit()]
-
-
-def _from_proc(proc: Path) -> list[tuple[str, str]]:
-    return [("", each.name) for each in sorted((proc / "driver/nvidia/gpus").glob("*"))]
+    installed = installed_gpus()
+    if not installed:
+        buses = sorted(each.name for each in (proc / "driver/nvidia/gpus").glob("*"))
+        installed = [Gpu(str(number), "", bus) for number, bus in enumerate(buses)]
+    visible, count = environ.get("CUDA_VISIBLE_DEVICES", ""), len(installed)
+    if any(name.isdigit() and int(name) >= count for name in re.split(r"\s*,\s*", visible.strip())):
+        available = f"{count} GPU" + "s" * (count > 1) if count else "no GPU"
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible}: {socket.gethostname()} has {available}"
+            + "; or set JAX_PLATFORMS=cpu" * (not count)
+        )
+    return visible_gpus(environ, installed)
 
 
 def near_cpus(gpu: Gpu | None, sys: Path = Path("/sys")) -> frozenset[int] | None:

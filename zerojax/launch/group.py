@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from zerojax.launch import descent
 from zerojax.launch.error import UsageError, in_a_line
-from zerojax.launch.failure import NEVER_JOINED, Failure
+from zerojax.launch.failure import Outcome
 from zerojax.launch.relay import Relay, Source
 
 PREEMPTED = 75
@@ -30,7 +31,7 @@ class Process(NamedTuple):
       number: Its number among the processes of the job; None for mpirun, which forwards the output
         and the failures of other launchers.
       command: Program and arguments.
-      environ: Complete environment of the process.
+      variables: Variables of the process beside the launcher's environment.
       cpus: The CPUs that the process may use; None: the CPUs of the launcher.
       log: File for the process's output.
       joined: File ``joined.N`` that must exist when the process ends with status 0; otherwise the
@@ -40,7 +41,7 @@ class Process(NamedTuple):
 
     number: int | None
     command: list[str]
-    environ: dict[str, str]
+    variables: dict[str, str]
     cpus: frozenset[int] | None = None
     log: Path | None = None
     joined: Path | None = None
@@ -55,22 +56,6 @@ class Process(NamedTuple):
     def prefix(self) -> str:
         """The prefix of the process's lines on the terminal."""
         return "" if self.number is None else f"[{self.number}] "
-
-
-class Outcome(NamedTuple):
-    """The end of a group.
-
-    Attributes:
-      status: The exit status of the group.
-      why: The reason, in words; "" for status 0.
-      again: Whether another attempt may help.
-      failure: The first failure, if any.
-    """
-
-    status: int
-    why: str
-    again: bool
-    failure: Failure | None = None
 
 
 class EndedProcess(NamedTuple):
@@ -91,6 +76,7 @@ class Group:
     def __init__(
         self,
         processes: list[Process],
+        environ: Mapping[str, str],
         grace: float,
         stop: signal.Signals = signal.SIGTERM,
         ending: float = 3.0,
@@ -99,12 +85,13 @@ class Group:
 
         Args:
           processes: The processes to start.
+          environ: The environment of all of them.
           grace: Seconds from the signal ``stop`` to SIGKILL when the launcher is asked to stop.
           stop: The signal by which the processes are asked to save and end.
           ending: Seconds from SIGTERM to SIGKILL after a failure, or from Ctrl-C.
         """
-        self._processes, self._grace, self._stop = processes, grace, stop
-        self._ending = ending
+        self._processes, self._environ = processes, environ
+        self._grace, self._stop, self._ending = grace, stop, ending
         self._running: dict[int, Process] = {}
         self._ended: list[EndedProcess] = []
         self._failed: EndedProcess | None = None
@@ -156,20 +143,18 @@ class Group:
 
         prefix = process.prefix.encode()
         stderr = Source(prefix, 2, log, [] if process.number is None else None)
-        pipes = [self._relay.pipe(Source(prefix, 1, log)), self._relay.pipe(stderr)]
-        try:
-            child = subprocess.Popen(
-                process.command,
-                env=process.environ,
-                stdin=subprocess.DEVNULL if process.number else None,  # for mpirun or process 0
-                stdout=pipes[0],
-                stderr=pipes[1],
-                start_new_session=True,
-                preexec_fn=prepare_child,
-            )
-        finally:
-            for pipe in pipes:
-                os.close(pipe)
+        child = subprocess.Popen(
+            process.command,
+            bufsize=0,
+            env={**self._environ, **process.variables},
+            stdin=subprocess.DEVNULL if process.number else None,  # for mpirun or process 0
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=prepare_child,
+        )
+        self._relay.read(child.stdout, Source(prefix, 1, log))
+        self._relay.read(child.stderr, stderr)
         child.returncode = 0  # `descent.reap` waits for all
         self._running[child.pid], self._stderr[child.pid] = process, stderr
 
@@ -252,28 +237,25 @@ class Group:
 
     def _outcome(self) -> Outcome:
         if self._asked == signal.SIGINT:
-            return Outcome(128 + signal.SIGINT, "Ctrl-C", False)
+            return Outcome(128 + signal.SIGINT, "Ctrl-C", again=False)
         failure = self._first_failure()
         if failure is not None:
-            again = failure.again and self._asked is None
-            return Outcome(failure.status, failure.why, again, failure)
+            return failure._replace(again=failure.again and self._asked is None)
         codes = [each.code for each in self._ended]
         status = descent.shell_status(next((c for c in codes if c not in (0, PREEMPTED)), 0))
-        if status:
-            why = "ended as asked"
-        elif PREEMPTED in codes:
+        if status == 0 and PREEMPTED in codes:
             status, why = PREEMPTED, "all processes saved and ended: preempted"
         else:
-            why = ""
-        return Outcome(status, why, status != 0 and self._asked is None)
+            why = "ended as asked" if status else ""
+        return Outcome(status, why, again=self._asked is None)
 
-    def _first_failure(self) -> Failure | None:
+    def _first_failure(self) -> Outcome | None:
         """Returns the earliest failure that other launchers reported; if none did, the group's."""
         if reported := self._reported():
-            return min(reported, key=lambda each: each.at)
+            return min(reported, key=lambda each: each.failed_at)
         if self._late:
             why = f"{', '.join(self._late)} did not end within {self._grace:g} s: killed"
-            return Failure(time.time(), 128 + signal.SIGKILL, why, "")
+            return Outcome(128 + signal.SIGKILL, why, failed_at=time.time())
         if self._failed is None:
             return None
         if self._early is not None:  # the others missed that process
@@ -281,23 +263,26 @@ class Group:
         candidates = [self._failed]
         if self._failed.code != -signal.SIGKILL:  # a kill explains the exceptions
             candidates += [each for each in self._ended if each.code > 0 and _error(each)[1]]
-        return min(map(self._failure, candidates), key=lambda each: each.at)
+        return min(map(self._failure, candidates), key=lambda each: each.failed_at)
 
-    def _reported(self) -> list[Failure]:
+    def _reported(self) -> list[Outcome]:
         return [failure for source in self._stderr.values() for failure in source.failures or ()]
 
-    def _failure(self, ended: EndedProcess) -> Failure:
+    def _failure(self, ended: EndedProcess) -> Outcome:
         process = ended.process
         if ended.code == 0:
             if ended is not self._early:
-                why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
-                return Failure(ended.at, 2, why, "", again=False)
+                why = (
+                    f"{process.name}, one of several, has ended: script never calls "
+                    "zerojax.init_distributed()"
+                )
+                return Outcome(2, why, again=False, failed_at=ended.at)
             why = (
                 f"{process.name} ended first, with status 0, before the end of its script "
                 "(os._exit(0) or the like): let the script end in all processes, or end with "
                 "another status"
             )
-            return Failure(ended.at, 1, why, "")
+            return Outcome(1, why, failed_at=ended.at)
         verb = "ended" if process.number is None else "failed first"
         why = f"{process.name} {verb}: {_ending(ended.code)}"
         at, text = _error(ended)
@@ -306,7 +291,8 @@ class Group:
             start = tail.find("Traceback (most recent call last):")
             text = tail[start:] if start >= 0 else ""
         text = "".join(f"{process.prefix}{line}\n" for line in text.splitlines())
-        return Failure(at or ended.at, descent.shell_status(ended.code), why, text)
+        status = descent.shell_status(ended.code)
+        return Outcome(status, why, failed_at=at or ended.at, text=text)
 
 
 def _is_early(ended: EndedProcess) -> bool:

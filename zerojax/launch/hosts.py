@@ -80,28 +80,24 @@ def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[
     if not (spec := include or exclude):
         return hosts
     option = "--include" if include else "--exclude"
-    named_slots = _parse_slots(spec, {host.name: host for host in hosts}, option)
+    known = {host.name: host.slots for host in hosts}
+    named: dict[str, set[int]] = {}
+    for part in spec.split("@"):
+        name, colon, text = part.strip().partition(":")
+        if name not in known:
+            raise UsageError(f"{option}: {name!r} is none of the hosts {', '.join(known)}")
+        if colon and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
+            raise UsageError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
+        slots = [*map(int, text.split(","))] if colon else known[name]
+        if unknown := [slot for slot in slots if slot not in known[name]]:
+            last = len(known[name]) - 1
+            raise UsageError(f"{option}: {name} has slots 0 to {last}, not {unknown[0]}")
+        named.setdefault(name, set()).update(slots)
     selected = []
-    for host in hosts:
-        chosen = set(named_slots.get(host.name, ()))
-        kept = tuple(slot for slot in host.slots if (slot in chosen) == bool(include))
-        if kept:
-            selected.append(Host(host.name, kept))
+    for name, slots in known.items():
+        chosen = named.get(name, ())
+        if kept := tuple(slot for slot in slots if (slot in chosen) == bool(include)):
+            selected.append(Host(name, kept))
     if not selected:
         raise UsageError(f"{option} {spec} leaves no host: name others")
     return selected
-
-
-def _parse_slots(spec: str, hosts: dict[str, Host], option: str) -> dict[str, list[int]]:
-    named: dict[str, list[int]] = {}
-    for part in spec.split("@"):
-        name, colon, slots = part.strip().partition(":")
-        if name not in hosts:
-            raise UsageError(f"{option}: {name!r} is none of the hosts {', '.join(hosts)}")
-        if colon and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", slots):
-            raise UsageError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
-        for slot in map(int, slots.split(",")) if colon else hosts[name].slots:
-            if slot not in (known := hosts[name].slots):
-                raise UsageError(f"{option}: {name} has slots 0 to {len(known) - 1}, not {slot}")
-            named.setdefault(name, []).append(slot)
-    return named

@@ -8,33 +8,19 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
+from zerojax.distributed.gpus import Gpu
 from zerojax.launch.error import UsageError, in_a_line
-from zerojax.launch.failure import say
-from zerojax.launch.gpus import Gpu, near_cpus
-from zerojax.launch.group import STALLED, Group, Outcome, Process
+from zerojax.launch.failure import Outcome, say
+from zerojax.launch.gpus import near_cpus
+from zerojax.launch.group import STALLED, Group, Process
 from zerojax.launch.job import PART, Job, Node, free_port, with_token
 
 _CPU_PROCESSES = 32  # per CPU; more are a typing error, which would overload the machine
 
 
-class Place(NamedTuple):
-    """The GPU and the CPUs of a process.
-
-    Attributes:
-      process: Index among all processes of the job.
-      gpu: The only GPU of the process; None: it has no GPU, or all.
-      cpus: The CPUs of the process; None: those of the launcher.
-    """
-
-    process: int
-    gpu: Gpu | None
-    cpus: frozenset[int] | None
-
-
-def places(node: Node, gpus: list[Gpu]) -> list[Place]:
-    """Returns the places of a machine's processes, one GPU each; CPU processes without GPUs.
+def check_places(node: Node, gpus: list[Gpu]) -> None:
+    """Refuses more processes than this machine has places for.
 
     Raises:
       UsageError: There are more processes than GPUs, or far more than CPUs.
@@ -47,31 +33,6 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
             f"--nproc-per-node {count}: {os.cpu_count()} CPUs take at most {_CPU_PROCESSES} "
             "processes each: lower it"
         )
-    first = sum(node.counts[: node.rank])
-    assigned = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
-    return [Place(first + i, gpu, near_cpus(gpu)) for i, gpu in enumerate(assigned)]
-
-
-def settings(job: Job, node: Node, place: Place, run_dir: Path, on_gpus: bool) -> dict[str, str]:
-    """Returns the variables of a process that are added to the launcher's environment."""
-    first = sum(node.counts[: node.rank])
-    added = {
-        "ZEROJAX_COORDINATOR": str(node.coordinator),
-        "ZEROJAX_NUM_PROCESSES": str(sum(node.counts)),
-        "ZEROJAX_PROCESS_ID": str(place.process),
-        "ZEROJAX_LOCAL_PROCESSES": str(node.counts[node.rank]),
-        "ZEROJAX_LOCAL_PROCESS_ID": str(place.process - first),
-        "ZEROJAX_RUN_DIR": str(run_dir),
-    }
-    if job.watchdog is not None:
-        added["ZEROJAX_WATCHDOG"] = job.watchdog
-    if node.gpus is not None:
-        added["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
-    if on_gpus:
-        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi
-        if place.gpu is not None:
-            added["CUDA_VISIBLE_DEVICES"] = place.gpu.name
-    return added
 
 
 def defaults(environ: Mapping[str, str], on_gpus: bool) -> dict[str, str]:
@@ -90,9 +51,11 @@ def processes(
     gpus: list[Gpu],
     environ: Mapping[str, str],
     run_dir: Path,
-    logs: Path | None,
+    logs: Path | None = None,
 ) -> list[Process]:
     """Returns the processes of one attempt on this machine.
+
+    Each has one GPU, but a single process has all; without GPUs they are CPU processes.
 
     Args:
       job, node: The job to start, and the machine's part of it.
@@ -101,19 +64,36 @@ def processes(
       run_dir: A new folder, only for this attempt, in which processes leave their files.
       logs: Folder for the output of processes; None: the output is not kept.
     """
+    count, total = node.counts[node.rank], sum(node.counts)
+    first = sum(node.counts[: node.rank])
     result = []
-    for place in places(node, gpus):
-        i = place.process
-        added = settings(job, node, place, run_dir, bool(gpus))
+    for local, number in enumerate(range(first, first + count)):
+        variables = {
+            "ZEROJAX_COORDINATOR": str(node.coordinator),
+            "ZEROJAX_NUM_PROCESSES": str(total),
+            "ZEROJAX_PROCESS_ID": str(number),
+            "ZEROJAX_LOCAL_PROCESSES": str(count),
+            "ZEROJAX_LOCAL_PROCESS_ID": str(local),
+            "ZEROJAX_RUN_DIR": str(run_dir),
+        }
+        if job.watchdog is not None:
+            variables["ZEROJAX_WATCHDOG"] = job.watchdog
+        if node.gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
+        if gpus:
+            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi
+        gpu = gpus[local] if gpus and (count > 1 or len(gpus) == 1) else None
+        if gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = gpu.name
         result.append(
             Process(
-                number=i,
+                number=number,
                 command=job.command,
-                environ={**environ, **defaults(environ, bool(gpus)), **added},
-                cpus=place.cpus,
-                log=logs and logs / f"{i}.log",
-                joined=run_dir / f"joined.{i}" if sum(node.counts) > 1 else None,
-                error=run_dir / f"error.{i}",
+                variables=variables | defaults(environ, bool(gpus)),
+                cpus=near_cpus(gpu),
+                log=logs and logs / f"{number}.log",
+                joined=run_dir / f"joined.{number}" if total > 1 else None,
+                error=run_dir / f"error.{number}",
             )
         )
     return result
@@ -122,19 +102,18 @@ def processes(
 def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> None:
     """Prints the processes that would be started on this machine."""
     node = node._replace(coordinator=node.coordinator or "127.0.0.1:PORT")
-    for place in places(node, gpus):
-        added = settings(job, node, place, Path("RUN_DIR"), bool(gpus))
-        added |= defaults(environ, bool(gpus))
-        device = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
-        bound = f", CPUs {', '.join(map(str, sorted(place.cpus)))}" if place.cpus else ""
-        print(f"# process {place.process}: {device}{bound}")
-        variables = [f"{name}={value}" for name, value in added.items()]
-        print(shlex.join(["env", *variables, *job.command]))
+    for process in processes(job, node, gpus, environ, Path("RUN_DIR")):
+        names = process.variables.get("CUDA_VISIBLE_DEVICES")
+        device = "CPU" if not gpus else f"GPU {names}" if names else "all GPUs"
+        bound = f", CPUs {', '.join(map(str, sorted(process.cpus)))}" if process.cpus else ""
+        print(f"# process {process.number}: {device}{bound}")
+        variables = [f"{name}={value}" for name, value in process.variables.items()]
+        print(shlex.join(["env", *variables, *process.command]))
 
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:
     """Starts this machine's processes, restarts them if allowed, and returns the exit status."""
-    is_nested = is_part(environ)
+    is_nested = PART in environ
     environ = {name: value for name, value in environ.items() if name != PART}
     if len(node.counts) == 1:
         environ = with_token(environ)
@@ -147,9 +126,8 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
         run_dir = Path(tempfile.mkdtemp(prefix="zerojax-launch-"))
         local_node = node._replace(coordinator=node.coordinator or f"127.0.0.1:{free_port()}")
         try:
-            outcome = Group(
-                processes(job, local_node, gpus, environ, run_dir, logs), job.grace
-            ).run()
+            started = processes(job, local_node, gpus, environ, run_dir, logs)
+            outcome = Group(started, environ, job.grace).run()
         finally:
             stalled = [*run_dir.glob("stacks.*")]
             folder = run_dir if logs is None else logs
@@ -157,8 +135,7 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
                 _keep([*run_dir.glob("error.*"), *stalled], logs)
             if logs is not None or not stalled:
                 shutil.rmtree(run_dir, ignore_errors=True)
-        if outcome.failure is not None:
-            outcome.failure.report() if is_nested else outcome.failure.show()
+        outcome.report() if is_nested else outcome.show()
         if outcome.status == STALLED and stalled:
             say(f"the stacks of all threads are in {folder}/stacks.*")
         return outcome
@@ -205,13 +182,3 @@ def attempts(attempt: Callable[[], Outcome], max_restarts: int) -> int:
             break
         say(f"attempt {number + 1} of {max_restarts + 1}, because {outcome.why}")
     return outcome.status
-
-
-def is_part(environ: Mapping[str, str]) -> bool:
-    """Returns whether a launcher of several machines has started this launcher."""
-    return PART in environ
-
-
-def parent_to_watch(environ: Mapping[str, str]) -> int | None:
-    """Returns the id of mpirun's daemon on this machine if mpirun started this launcher."""
-    return os.getppid() if is_part(environ) else None

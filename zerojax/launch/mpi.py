@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from zerojax.launch.group import Group, Outcome, Process
+from zerojax.launch.failure import Outcome
+from zerojax.launch.group import Group, Process
 from zerojax.launch.hosts import Host
 from zerojax.launch.job import PART, TOKEN, Job, Node, node_command, with_token
 from zerojax.launch.local import attempts, new_attempt
@@ -68,11 +69,11 @@ def run(
         node_environ = {**environ, PART: "1"}
         commands = [node_command(part, node, node_environ) for node in nodes()]
         command = mpirun_command(hosts, commands, "-x", TOKEN)
-        process = Process(None, command, with_token(environ))
+        process = Process(None, command, {})
         # mpirun kills on SIGTERM, but forwards SIGUSR1.
-        outcome = Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
-        if outcome.failure is not None:
-            outcome.failure.show()
+        grace = job.grace + _SLACK_SECONDS
+        outcome = Group([process], with_token(environ), grace, stop=signal.SIGUSR1).run()
+        outcome.show()
         return outcome
 
     return attempts(attempt, job.max_restarts)

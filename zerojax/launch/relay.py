@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import select
 import selectors
 import threading
 import time
-from typing import IO
+from dataclasses import dataclass
+from typing import IO, Any
 
-from zerojax.launch.failure import Failure, reported
+from zerojax.launch.failure import Outcome, reported
 
 _LONGEST = 1 << 16
 _QUIET = 1.0  # seconds; a process may pause within a line
@@ -18,6 +20,7 @@ _LOOK = 100  # milliseconds
 _TAIL = 1 << 14
 
 
+@dataclass(eq=False)
 class Source:
     """One pipe of a process.
 
@@ -33,47 +36,21 @@ class Source:
     prefix: bytes
     to: int
     log: IO[bytes] | None
-    failures: list[Failure] | None
-    rest: bytearray
-    tail: bytes
-
-    def __init__(
-        self,
-        prefix: bytes,
-        to: int,
-        log: IO[bytes] | None,
-        failures: list[Failure] | None = None,
-    ) -> None:
-        self.prefix, self.to, self.log, self.failures = prefix, to, log, failures
-        self.rest, self.tail = bytearray(), b""
+    failures: list[Outcome] | None = None
+    rest: bytes = b""
+    tail: bytes = b""
 
     def lines(self, data: bytes) -> list[bytes]:
         """Adds data; returns the lines that ended, and a line too long to wait for its end.
 
-        A line ends with a newline or, like a progress bar's, with a carriage return. Each byte is
-        read once, however many calls a line takes.
+        A line ends with a newline or, like a progress bar's, with a carriage return, which a
+        newline may follow.
         """
         self.tail = (self.tail + data)[-_TAIL:]
-        if self.rest.endswith(b"\r"):  # a newline may follow
-            del self.rest[-1]
-            data = b"\r" + data
-        *ended, last = data.splitlines(keepends=True) or [b""]
-        if last.endswith(b"\n"):
-            ended.append(last)
-            last = b""
-        if ended:
-            ended[0] = bytes(self.rest + ended[0])
-            self.rest.clear()
-        self.rest += last
-        if len(self.rest) > _LONGEST:
-            ended.append(self.take())
-        return ended
-
-    def take(self) -> bytes:
-        """Returns and clears the line that has not ended."""
-        rest = bytes(self.rest)
-        self.rest.clear()
-        return rest
+        *ended, last = (self.rest + data).splitlines(keepends=True) or [b""]
+        is_whole = last.endswith(b"\n") or len(last) > _LONGEST
+        self.rest = b"" if is_whole else last
+        return [*ended, last] if is_whole else ended
 
 
 class Relay(threading.Thread):
@@ -85,18 +62,17 @@ class Relay(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._selector = selectors.DefaultSelector()
-        self._last, self._finish = os.pipe()
-        self._selector.register(self._last, selectors.EVENT_READ)
+        last, self._finish = os.pipe()
+        self.read(io.FileIO(last), None)
         self._open: Source | None = None  # the source of an unfinished line
         self._at_start = True
         self._deaf: set[int] = set()
         self._until = math.inf
 
-    def pipe(self, source: Source) -> int:
-        """Returns a descriptor for a process to write to; call it before the thread starts."""
-        read, write = os.pipe()
-        self._selector.register(read, selectors.EVENT_READ, source)
-        return write
+    def read(self, pipe: IO[bytes] | None, source: Source | None) -> None:
+        """Adds a pipe to read from; call it before the thread starts."""
+        assert pipe is not None
+        self._selector.register(pipe, selectors.EVENT_READ, source)
 
     def finish(self) -> None:
         """Ends the thread once it has forwarded all bytes that were written to the pipes.
@@ -129,7 +105,7 @@ class Relay(threading.Thread):
                     for line in key.data.lines(data):
                         self._write(key.data, line)
                 if not data:
-                    self._close(key.fd)
+                    self._close(key.fileobj)
                     if key.data:
                         self._flush(key.data)
                     else:
@@ -140,16 +116,17 @@ class Relay(threading.Thread):
     def close(self) -> None:
         """Closes the pipes; callers call it only if the thread has not started."""
         for key in [*self._selector.get_map().values()]:
-            self._close(key.fd)
+            self._close(key.fileobj)
         self._selector.close()
 
-    def _close(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        os.close(fd)
+    def _close(self, pipe: Any) -> None:
+        self._selector.unregister(pipe)
+        pipe.close()
 
     def _flush(self, source: Source) -> None:
-        if rest := source.take():
-            self._write(source, rest)
+        if source.rest:
+            self._write(source, source.rest)
+            source.rest = b""
 
     def _write(self, source: Source, chunk: bytes) -> None:
         if source.failures is not None and (failure := reported(chunk)):

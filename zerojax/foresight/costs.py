@@ -46,7 +46,7 @@ from zerojax.hlo.program import HloProgram, parse
 from zerojax.hlo.rematerialised import computed_again
 from zerojax.hlo.timeline import Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
-from zerojax.hlo.transfers import HostCopy, host_copies, in_host
+from zerojax.hlo.transfers import HostCopy, host_copies
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla import compat
@@ -116,7 +116,7 @@ def measure_compiled(
     measured = dataclasses.replace(
         measured,
         memory=attribute(text, held, memory.temp_size_in_bytes, known),
-        between=lying_between(program, in_host(text)),
+        between=lying_between(program),
         seconds=spent.seconds,
         forward=spent.forward,
         traffic=tuple(_traffic(sent, copied, spent, nodes)),
@@ -199,8 +199,8 @@ def measure_memory(
     memory: Any = executable.memory_analysis()
     kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
     if several:
-        program, hosted = parse(text := executable.as_text() or ""), in_host(text)
-        kinds, between = arguments(program, hosted), lying_between(program, hosted)
+        program = parse(executable.as_text() or "")
+        kinds, between = arguments(program), lying_between(program)
     kinds[OTHER] += memory.temp_size_in_bytes
     return dataclasses.replace(measured, memory=dict(kinds), between=between)
 
@@ -293,17 +293,16 @@ def forecast(
     )
 
 
-def lying_between(program: HloProgram, hosted: frozenset[str]) -> int:
+def lying_between(program: HloProgram) -> int:
     """Returns the bytes of an update's arguments on the device that are not offloaded state.
 
     These are gradients and compute parameters; slices of the offloaded state are named ``loaded``.
     """
     return sum(
-        shape.bytes
+        each.bytes
         for each in program.entry.instructions
         if each.opcode == "parameter" and each.op_name.startswith((WRITTEN, READ))
-        if each.name not in hosted
-        for shape in each.shapes
+        if not each.in_host
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from zerojax.hlo.assignment import HeldBuffer
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
-from zerojax.hlo.provenance import Callers, is_argument, schedules
+from zerojax.hlo.provenance import Callers, callers_of, is_argument
 from zerojax.plan.state_sharding import Leaf, Plan, layout
 from zerojax.xla import lowered
 
@@ -77,7 +77,7 @@ def attribute(
       known: The shapes of the parameters.
     """
     program = parse(text)
-    callers, _ = schedules(program)
+    callers = callers_of(program)
     kinds = arguments(program)
     for each in held:
         computation = program.computations.get(each.computation)

@@ -119,7 +119,7 @@ def measure_compiled(
         between=lying_between(program),
         seconds=spent.seconds,
         forward=spent.forward,
-        traffic=tuple(_traffic(sent, copied, spent, nodes)),
+        traffic=sum_traffic((each, 1) for each in _traffic(sent, copied, spent, nodes)),
         boundary=max((shape.bytes for shape in permuted), default=0),
         again=Again(computed_again(program), spent.bytes_again, spent.again),
     )
@@ -317,23 +317,18 @@ def _traffic(
     spent: ProgramTime,
     nodes: tuple[int, ...],
 ) -> Iterator[Traffic]:
-    """Yields the traffic of a program: collectives by kind, then copies by direction."""
-    parts: dict[str, list[Traffic]] = collections.defaultdict(list)
+    """Yields the traffic of each collective of a program, then that of each copy."""
     # A computation with two callers lists its collectives twice, but its time only once.
     under_way, waited = dict(spent.under_way), dict(spent.waited)
 
-    def add(
-        kind: str, dtypes: tuple[str, ...], times: int, moved: int, between: int, key: Place
-    ) -> None:
-        seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
-        parts[kind].append(Traffic(kind, dtypes, times, moved, between, seconds, wait))
+    def time_of(key: Place) -> tuple[float, float]:
+        return under_way.pop(key, 0.0), waited.pop(key, 0.0)
 
     for each in sent:
-        key = Place(each.computation, each.name)
         between = round(each.times * sent_by(each, nodes).between)
-        add(each.kind, each.dtypes, each.times, each.moved_bytes, between, key)
+        spent_on = time_of(Place(each.computation, each.name))
+        yield Traffic(each.kind, each.dtypes, each.times, each.moved_bytes, between, *spent_on)
     for copy in copied:
-        kind = INWARD if copy.inward else OUTWARD
-        add(kind, (), copy.times, copy.times * copy.bytes, 0, Place(copy.computation, copy.name))
-    for group in parts.values():
-        yield sum_traffic(group)
+        kind, moved = INWARD if copy.inward else OUTWARD, copy.times * copy.bytes
+        spent_on = time_of(Place(copy.computation, copy.name))
+        yield Traffic(kind, (), copy.times, moved, 0, *spent_on)

@@ -17,22 +17,18 @@ GB = 10**9
 class MadeUp(Trials):
     """Trials of a step whose memory is a formula; ``asked`` has what was compiled, in order."""
 
-    rates: Any
-
     def __init__(
         self, room: int, fixed: Any, row: Any, names: Any = (), limit: int = 1000 * GB
     ) -> None:
         rates: Any = SimpleNamespace(room=room)
-        super().__init__(lambda choice: {}["no build"], Choice(stage=0, micro=1), rates)
-        self.made_up_names, self.recomputes_above = names, limit
+        built: Any = SimpleNamespace(names=lambda: names)
+        super().__init__(lambda choice: built, Choice(stage=0, micro=1), rates)
+        self.recomputes_above = limit
         self.network_share = 0.0
         self.fixed, self.row = fixed, row
 
     def hopeless(self, choice: Choice) -> bool:
         return False
-
-    def names(self, choice: Choice) -> Any:
-        return self.made_up_names
 
     def tried(self, choice: Choice) -> Any:
         programs = [

@@ -29,7 +29,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +238,12 @@ def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
     tree, layers = model, dict[tuple[str, ...], int]()
     if isinstance(model, linen.Module):
 
-        def count(method: Callable[..., PyTree], args: Any, kwargs: Any, context: Any) -> PyTree:
+        def count(
+            method: Callable[..., PyTree],
+            args: tuple[PyTree, ...],
+            kwargs: dict[str, PyTree],
+            context: linen.module.InterceptorContext,
+        ) -> PyTree:
             """Counts a called module's own parameters; under ``nn.scan`` it has one layer's."""
             result = method(*args, **kwargs)
             for name, value in context.module.variables.get("params", {}).items():

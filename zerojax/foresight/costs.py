@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -40,7 +40,7 @@ from zerojax.foresight.forecast import (
     Traffic,
     sum_traffic,
 )
-from zerojax.hlo.assignment import compile_with_buffers
+from zerojax.hlo.assignment import HeldBuffer, compile_with_buffers
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
 from zerojax.hlo.rematerialised import computed_again
@@ -58,7 +58,6 @@ INWARD, OUTWARD = "to the device", "to the host"
 """Kinds of traffic: copies between device and host memory."""
 # XLA for TPUs refuses to compile a program that does not fit; XLA for GPUs compiles the program.
 _WANTED = re.compile(r"(?:Used |temporaries \()(\d+(?:\.\d+)?)([KMGT])")
-_T = TypeVar("_T")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -97,14 +96,13 @@ def measure_compiled(
     lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, nodes: tuple[int, ...]
 ) -> tuple[Measurement, jax.stages.Compiled | None]:
     """Returns :func:`measure`'s result and the executable; None if XLA refused the program."""
-    measured, compiled = _compiled(lowered, compile_with_buffers, rates.room)
-    if compiled is None:
+    measured, executable, held = _compiled(lowered, rates.room, buffers=True)
+    if executable is None:
         return measured, None
-    executable, held = compiled
     text = executable.as_text() or ""
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
-    graphs = records_graphs(lowered)
+    graphs = compat.compiler_options(lowered).get(COMMAND_BUFFERS) != ""
     # Those of a loop over ticks; outside of it stages exchange layers.
     permuted = (
         shape
@@ -127,46 +125,48 @@ def measure_compiled(
 
 
 def _compiled(
-    lowered: jax.stages.Lowered,
-    compile_program: Callable[..., tuple[jax.stages.Compiled, _T]],
-    room: int,
-) -> tuple[Measurement, tuple[jax.stages.Compiled, _T] | None]:
+    lowered: jax.stages.Lowered, room: int, *, buffers: bool
+) -> tuple[Measurement, jax.stages.Compiled | None, tuple[HeldBuffer, ...]]:
     """Compiles a program; also with XLA's rematerialization if its options leave that out and it
-    does not fit. Returns what is known before its text is read, and the result that fits; None if
-    XLA refused the program for its memory."""
+    does not fit. Returns what is known before its text is read; the executable that fits, None if
+    XLA refused the program for its memory; and, if asked for, its buffers at the peak."""
+
+    def compile_with(
+        options: dict[str, str | bool] | None,
+    ) -> tuple[jax.stages.Compiled, tuple[HeldBuffer, ...]]:
+        if buffers:
+            return compile_with_buffers(lowered, options or {})
+        return lowered.compile(compiler_options=options), ()
+
     begun, recomputing = time.perf_counter(), False
     try:
-        compiled = compile_program(lowered)
+        executable, held = compile_with(None)
         options = with_rematerialization(compat.compiler_options(lowered))
-        if options is not None and _needed(compiled[0]) > room:
-            again = compile_program(lowered, {DISABLED_PASSES: str(options[DISABLED_PASSES])})
+        if options is not None and _needed(executable) > room:
+            again = compile_with({DISABLED_PASSES: str(options[DISABLED_PASSES])})
             if recomputing := _needed(again[0]) <= room:
-                compiled = again
+                executable, held = again
     except jax.errors.JaxRuntimeError as error:
         if (wanted := wanted_bytes(str(error))) is None:
             raise
         refused = Compile(time.perf_counter() - begun, refused=True)
-        return Measurement(memory={OTHER: wanted}, compile=refused), None
+        return Measurement(memory={OTHER: wanted}, compile=refused), None, ()
     seconds, is_part = time.perf_counter() - begun, recomputing or options is None
-    memory: Any = compiled[0].memory_analysis()
-    return Measurement(
+    memory: Any = executable.memory_analysis()
+    measured = Measurement(
         memory={},
         arguments=memory.argument_size_in_bytes,
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
         compile=Compile(seconds, recomputing=recomputing, rematerializes=is_part),
-    ), compiled
+    )
+    return measured, executable, held
 
 
 def _needed(executable: jax.stages.Compiled) -> int:
     memory: Any = executable.memory_analysis()
     return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
-
-
-def records_graphs(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether XLA records CUDA graphs of a program."""
-    return compat.compiler_options(lowered).get(COMMAND_BUFFERS) != ""
 
 
 def measure_memory(
@@ -187,15 +187,9 @@ def measure_memory(
         programs needs; otherwise all memory is "other".
     """
 
-    def compile_program(
-        lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
-    ) -> tuple[jax.stages.Compiled, None]:
-        return lowered.compile(compiler_options=options), None
-
-    measured, compiled = _compiled(lowered, compile_program, rates.room)
-    if compiled is None:
+    measured, executable, _ = _compiled(lowered, rates.room, buffers=False)
+    if executable is None:
         return measured
-    executable, _ = compiled
     memory: Any = executable.memory_analysis()
     kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
     if several:

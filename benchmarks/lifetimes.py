@@ -15,11 +15,11 @@ from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, par
 from zerojax.hlo.provenance import (
     ALIASES,
     Callers,
+    callers_of,
     hands_on,
     is_argument,
     moved_from,
     result,
-    schedules,
 )
 
 
@@ -91,9 +91,12 @@ def gather_lifetimes(text: str) -> tuple[Lifetime, ...]:
       ValueError: The text is not a compiled program's.
     """
     program = parse(text)
-    callers, computations = schedules(program)
+    callers = callers_of(program)
     return tuple(
-        each for computation in computations for each in _lifetimes(program, callers, computation)
+        each
+        for run in program.walk()
+        if run.instruction is run.computation.instructions[0]
+        for each in _lifetimes(program, callers, run.computation)
     )
 
 

@@ -20,7 +20,6 @@ from benchmarks.measure import Case, create_state_of, train_step_of
 from benchmarks.overlap import ScheduledCopy, scheduled_copies
 from zerojax.foresight.costs import lying_between
 from zerojax.hlo.program import parse
-from zerojax.hlo.transfers import in_host
 from zerojax.offload.groups import LARGEST
 from zerojax.plan.places import DEVICE, HOST
 
@@ -176,7 +175,7 @@ def compile_costs(
                 argument=memory.argument_size_in_bytes,
                 temporary=memory.temp_size_in_bytes,
                 result=result,
-                resting=0 if known else between - lying_between(parse(text), in_host(text)),
+                resting=0 if known else between - lying_between(parse(text)),
                 host_temporary=memory.host_temp_size_in_bytes,
                 copies=scheduled_copies(text),
                 seconds=seconds,

@@ -53,18 +53,11 @@ HEADINGS = [
 
 def trials(study: Study, rows: int, choices: Sequence[Remat]) -> list[Trial]:
     """The trials of every choice with so many rows a device, those that do not fit included."""
-    found: dict[Choice, Trial] = {}
-
-    def tried(choice: Choice) -> Forecast | None:
-        say(f"compiling {choice}")
-        found[choice] = Trial(choice, study.forecast(choice))
-        return found[choice].forecast if found[choice].forecast.fits else None
-
-    for remat in choices:
-        tried(Choice(stage=3, micro=rows, remat=remat))
-    least = Choice(stage=3, micro=rows, remat=True)
-    list(by_value(tried, least, study.names(least)))
-    return list(found.values())
+    by_hand = [Choice(stage=3, micro=rows, remat=remat) for remat in choices]
+    compiled = {choice: study.forecast(choice) for choice in by_hand}
+    by_value(study, Choice(stage=3, micro=rows, remat=True))
+    compiled |= {each: study.forecast(each) for each in study.asked if each.micro == rows}
+    return [Trial(choice, forecast) for choice, forecast in compiled.items()]
 
 
 def table(rows: int, found: Sequence[Trial]) -> Table:
@@ -106,7 +99,7 @@ def _line(trial: Trial, least: Forecast, is_proposed: bool) -> list[str]:
 def main(options: argparse.Namespace) -> Answer:
     mesh, rates = parse_devices(f"h100:{DEVICES}")
     model = functools.partial(llama3_8b, attention="cudnn")
-    study = Study(model, load(CONFIG), mesh, rates, rows=None, seq=SEQ, measured=Cache())
+    study = Study(model, load(CONFIG), mesh, rates, rows=None, seq=SEQ, note=say, measured=Cache())
     found = {rows: trials(study, rows, CHOICES) for rows in options.rows}
     by_name = {f"{rows} rows, {x.choice}": x.forecast for rows in found for x in found[rows]}
     return Answer(

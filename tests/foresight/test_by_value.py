@@ -16,27 +16,35 @@ COSTS = {"a": (2.0, 1), "b": (4.0, 4), "c": (6.0, 2), "d": (0.0, 1), "e": (-1.0,
 class MadeUp:
     """Forecasts of a step of 100 seconds, in a memory of which ``spare`` bytes are free.
 
-    ``compiled`` has the choices, in order. From ``limit`` bytes more on, XLA computes values again.
+    ``compiled`` has the choices, in order, and ``fitted`` those that fit. From ``limit`` bytes more
+    on, XLA computes values again.
     """
 
     def __init__(self, spare: int, limit: int = 100, fits: int = 100) -> None:
         self.compiled: list[Any] = []
+        self.fitted: list[Any] = []
         self._spare, self._limit, self._fits = spare, limit, fits
 
-    def __call__(self, choice: Choice) -> Any:
+    def names(self, choice: Choice) -> list[str]:
+        return [*COSTS]
+
+    def fitting(self, choice: Choice) -> Any:
         self.compiled.append(choice.remat)
         kept = choice.remat.removeprefix("names:").split(",") if choice.remat is not True else []
         saved, added = (sum(COSTS[name][i] for name in kept) for i in (0, 1))
         if added > self._fits:
             return None
+        self.fitted.append(choice.remat)
         return SimpleNamespace(
             seconds=100 - saved, peak=SimpleNamespace(bytes=10 + added),
             spare=self._spare - added, recomputes=added >= self._limit,
         )  # fmt: skip
 
 
-def chosen(trials: MadeUp) -> list[Any]:
-    return [each.choice.remat for each in by_value(trials, LEAST, list(COSTS))]
+def chosen(trials: Any) -> list[Any]:
+    by_value(trials, LEAST)
+    assert trials.fitted[0] is True
+    return list(trials.fitted[1:])
 
 
 EACH = [f"names:{name}" for name in COSTS]

@@ -7,35 +7,35 @@ import pytest
 
 from zerojax.foresight.attribution import ACTIVATIONS, PARAMETERS
 from zerojax.foresight.choice import Choice
-from zerojax.foresight.trials import Trial
+from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.search import listed, ranked, search
 from zerojax.tuning.space import Batches, Space
 
 GB = 10**9
 
 
-class MadeUp:
+class MadeUp(Trials):
     """Trials of a step whose memory is a formula; ``asked`` has what was compiled, in order."""
 
     def __init__(
         self, room: int, fixed: Any, row: Any, names: Any = (), limit: int = 1000 * GB
     ) -> None:
-        self.rates, self.limit = SimpleNamespace(room=room), limit
-        self.names = lambda choice: names
-        self.asked: list[Choice] = []
+        rates: Any = SimpleNamespace(room=room)
+        built: Any = SimpleNamespace(names=lambda: names)
+        super().__init__(lambda choice: built, Choice(stage=0, micro=1), rates)
+        self.recomputes_above = limit
         self.network_share = 0.0
-        self._fixed, self._row = fixed, row
+        self.fixed, self.row = fixed, row
 
     def hopeless(self, choice: Choice) -> bool:
         return False
 
     def tried(self, choice: Choice) -> Any:
-        self.asked.append(choice)
         programs = [
             SimpleNamespace(memory={PARAMETERS: fixed, ACTIVATIONS: row}, bytes=fixed + row)
             for fixed, row in zip(
-                self._fixed(choice),
-                (each * choice.micro for each in self._row(choice)),
+                self.fixed(choice),
+                (each * choice.micro for each in self.row(choice)),
                 strict=True,
             )
         ]
@@ -43,8 +43,8 @@ class MadeUp:
         return SimpleNamespace(
             programs=programs, peak=peak, fits=peak.bytes <= self.rates.room,
             spare=self.rates.room - peak.bytes,
-            compile_seconds=1.0, recomputes=peak.bytes > self.limit,
-            recomputes_above=self.limit,
+            compile_seconds=1.0, recomputes=peak.bytes > self.recomputes_above,
+            recomputes_above=self.recomputes_above,
             seconds=1.0 + choice.micro / 100 + 2 * (choice.remat is True),
             network_share=self.network_share,
         )  # fmt: skip

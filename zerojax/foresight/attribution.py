@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from zerojax.hlo.assignment import HeldBuffer
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
-from zerojax.hlo.provenance import Callers, is_argument, schedules
-from zerojax.hlo.transfers import in_host
+from zerojax.hlo.provenance import Callers, callers_of, is_argument
 from zerojax.plan.state_sharding import Leaf, Plan, layout
 from zerojax.xla import lowered
 
@@ -78,8 +77,8 @@ def attribute(
       known: The shapes of the parameters.
     """
     program = parse(text)
-    callers, _ = schedules(program)
-    kinds = arguments(program, in_host(text))
+    callers = callers_of(program)
+    kinds = arguments(program)
     for each in held:
         computation = program.computations.get(each.computation)
         kind = OTHER
@@ -91,13 +90,13 @@ def attribute(
     return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
 
 
-def arguments(program: HloProgram, hosted: Collection[str]) -> collections.Counter[str]:
+def arguments(program: HloProgram) -> collections.Counter[str]:
     """Returns the bytes of a program's arguments on the device, by kind."""
     sizes = collections.Counter[str]()
     for each in program.entry.instructions:
-        if each.opcode == "parameter" and each.name not in hosted:
+        if each.opcode == "parameter" and not each.in_host:
             kinds = (kind for name, kind in _ARGUMENTS.items() if each.op_name.startswith(name))
-            sizes[next(kinds, OTHER)] += sum(shape.bytes for shape in each.shapes)
+            sizes[next(kinds, OTHER)] += each.bytes
     return sizes
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from zerojax.foresight.choice import Choice
-from zerojax.foresight.forecast import Forecast
-from zerojax.foresight.trials import Trial
+from zerojax.foresight.trials import Trials
 
 
-def by_value(
-    fitting: Callable[[Choice], Forecast | None], choice: Choice, names: Sequence[str]
-) -> Iterator[Trial]:
-    """Yields trials with named values kept: each name for itself, then the best set that has room.
+def by_value(trials: Trials, choice: Choice) -> None:
+    """Tries to keep named values: each name for itself, then the best set that has room.
 
     A name's value is the time of a step that its values save, divided by the memory that they take,
     as compiled. The names with the highest values are kept, as long as they fit into the memory
@@ -22,28 +19,26 @@ def by_value(
     set takes half the memory.
 
     Args:
-      fitting: Returns the forecast of a choice, or None if the choice does not fit.
+      trials: The trials of the step; ``fitted`` has those that fit.
       choice: A choice under which blocks keep only their input.
-      names: Names of values that blocks compute again, from :meth:`Trials.names`.
+
+    Raises:
+      TimeoutError: The search reached its limits.
     """
-    base = fitting(choice)
+    base = trials.fitting(choice)
     if base is None or base.spare <= 0:
         return
     costs: dict[str, tuple[float, int]] = {}  # name -> seconds saved, bytes added
-    for name in names:
-        only = _keeping(choice, [name])
-        if (forecast := fitting(only)) is None:
+    for name in trials.names(choice):
+        if (forecast := trials.fitting(_keeping(choice, [name]))) is None:
             continue
-        yield Trial(only, forecast)
         if (saved := base.seconds - forecast.seconds) > 0:
             costs[name] = saved, max(forecast.peak.bytes - base.peak.bytes, 1)
     room = base.spare
     while len(kept := _most_valuable(costs, room)) > 1:
-        together = _keeping(choice, kept)
-        if (forecast := fitting(together)) is not None:
-            yield Trial(together, forecast)
-            if not forecast.recomputes:
-                return
+        forecast = trials.fitting(_keeping(choice, kept))
+        if forecast is not None and not forecast.recomputes:
+            return
         room = sum(costs[name][1] for name in kept) // 2
 
 

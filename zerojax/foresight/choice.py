@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -127,13 +128,13 @@ class Choice:
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
         """Returns the DeepSpeed JSON ``before`` with these settings."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
-        if self.drops and self.live != zero.get(LIVE, 0):
-            zero[LIVE] = self.live
         for name, is_offloaded in zip(SECTIONS, self.held, strict=True):
             section = zero.pop(name, None) or {}
             device = section.get("device")
             if is_offloaded:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
+        if self.drops and self.live != zero.get(LIVE, 0):
+            zero[LIVE] = self.live
         return {**before, **self._batch(world), "zero_optimization": zero}
 
     def rows(self, world: int) -> int:
@@ -169,15 +170,11 @@ def changes(before: Choice, after: Choice) -> Iterator[str]:
             yield f"remat_policy: {after.remat} (an option of the model)"
         else:
             yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
-    zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []
-    for key, was, now in zip(SECTIONS, before.held, after.held, strict=True):
-        if now and not was:
-            zero.append(f'"{key}": {{"device": "cpu"}}')
-    if after.live != before.live and after.drops:
-        zero.append(f'"{LIVE}": {after.live}')
-    if zero:
-        yield f'"zero_optimization": {{{", ".join(zero)}}}'
-    if after.micro != before.micro:
-        yield f'"train_micro_batch_size_per_gpu": {after.micro}'
-    if after.accumulation != before.accumulation:
-        yield f'"gradient_accumulation_steps": {after.accumulation}'
+    was = before.json({}, 1)
+    now = after.json(was, 1)
+    was_zero, now_zero = (each["zero_optimization"].items() for each in (was, now))
+    if zero := dict(each for each in now_zero if each not in was_zero):
+        yield f'"zero_optimization": {json.dumps(zero)}'
+    for key in BATCH_SIZES[1:]:  # the rows of an update do not change
+        if now[key] != was[key]:
+            yield f'"{key}": {now[key]}'

@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -40,13 +40,13 @@ from zerojax.foresight.forecast import (
     Traffic,
     sum_traffic,
 )
-from zerojax.hlo.assignment import compile_with_buffers
+from zerojax.hlo.assignment import HeldBuffer, compile_with_buffers
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
 from zerojax.hlo.rematerialised import computed_again
 from zerojax.hlo.timeline import Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
-from zerojax.hlo.transfers import HostCopy, host_copies, in_host
+from zerojax.hlo.transfers import HostCopy, host_copies
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla import compat
@@ -58,7 +58,6 @@ INWARD, OUTWARD = "to the device", "to the host"
 """Kinds of traffic: copies between device and host memory."""
 # XLA for TPUs refuses to compile a program that does not fit; XLA for GPUs compiles the program.
 _WANTED = re.compile(r"(?:Used |temporaries \()(\d+(?:\.\d+)?)([KMGT])")
-_T = TypeVar("_T")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -97,14 +96,13 @@ def measure_compiled(
     lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, nodes: tuple[int, ...]
 ) -> tuple[Measurement, jax.stages.Compiled | None]:
     """Returns :func:`measure`'s result and the executable; None if XLA refused the program."""
-    measured, compiled = _compiled(lowered, compile_with_buffers, rates.room)
-    if compiled is None:
+    measured, executable, held = _compiled(lowered, rates.room, buffers=True)
+    if executable is None:
         return measured, None
-    executable, held = compiled
     text = executable.as_text() or ""
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
-    graphs = records_graphs(lowered)
+    graphs = compat.compiler_options(lowered).get(COMMAND_BUFFERS) != ""
     # Those of a loop over ticks; outside of it stages exchange layers.
     permuted = (
         shape
@@ -116,10 +114,10 @@ def measure_compiled(
     measured = dataclasses.replace(
         measured,
         memory=attribute(text, held, memory.temp_size_in_bytes, known),
-        between=lying_between(program, in_host(text)),
+        between=lying_between(program),
         seconds=spent.seconds,
         forward=spent.forward,
-        traffic=tuple(_traffic(sent, copied, spent, nodes)),
+        traffic=sum_traffic((each, 1) for each in _traffic(sent, copied, spent, nodes)),
         boundary=max((shape.bytes for shape in permuted), default=0),
         again=Again(computed_again(program), spent.bytes_again, spent.again),
     )
@@ -127,46 +125,48 @@ def measure_compiled(
 
 
 def _compiled(
-    lowered: jax.stages.Lowered,
-    compile_program: Callable[..., tuple[jax.stages.Compiled, _T]],
-    room: int,
-) -> tuple[Measurement, tuple[jax.stages.Compiled, _T] | None]:
+    lowered: jax.stages.Lowered, room: int, *, buffers: bool
+) -> tuple[Measurement, jax.stages.Compiled | None, tuple[HeldBuffer, ...]]:
     """Compiles a program; also with XLA's rematerialization if its options leave that out and it
-    does not fit. Returns what is known before its text is read, and the result that fits; None if
-    XLA refused the program for its memory."""
+    does not fit. Returns what is known before its text is read; the executable that fits, None if
+    XLA refused the program for its memory; and, if asked for, its buffers at the peak."""
+
+    def compile_with(
+        options: dict[str, str | bool] | None,
+    ) -> tuple[jax.stages.Compiled, tuple[HeldBuffer, ...]]:
+        if buffers:
+            return compile_with_buffers(lowered, options or {})
+        return lowered.compile(compiler_options=options), ()
+
     begun, recomputing = time.perf_counter(), False
     try:
-        compiled = compile_program(lowered)
+        executable, held = compile_with(None)
         options = with_rematerialization(compat.compiler_options(lowered))
-        if options is not None and _needed(compiled[0]) > room:
-            again = compile_program(lowered, {DISABLED_PASSES: str(options[DISABLED_PASSES])})
+        if options is not None and _needed(executable) > room:
+            again = compile_with({DISABLED_PASSES: str(options[DISABLED_PASSES])})
             if recomputing := _needed(again[0]) <= room:
-                compiled = again
+                executable, held = again
     except jax.errors.JaxRuntimeError as error:
         if (wanted := wanted_bytes(str(error))) is None:
             raise
         refused = Compile(time.perf_counter() - begun, refused=True)
-        return Measurement(memory={OTHER: wanted}, compile=refused), None
+        return Measurement(memory={OTHER: wanted}, compile=refused), None, ()
     seconds, is_part = time.perf_counter() - begun, recomputing or options is None
-    memory: Any = compiled[0].memory_analysis()
-    return Measurement(
+    memory: Any = executable.memory_analysis()
+    measured = Measurement(
         memory={},
         arguments=memory.argument_size_in_bytes,
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
         compile=Compile(seconds, recomputing=recomputing, rematerializes=is_part),
-    ), compiled
+    )
+    return measured, executable, held
 
 
 def _needed(executable: jax.stages.Compiled) -> int:
     memory: Any = executable.memory_analysis()
     return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
-
-
-def records_graphs(lowered: jax.stages.Lowered) -> bool:
-    """Returns whether XLA records CUDA graphs of a program."""
-    return compat.compiler_options(lowered).get(COMMAND_BUFFERS) != ""
 
 
 def measure_memory(
@@ -187,20 +187,14 @@ def measure_memory(
         programs needs; otherwise all memory is "other".
     """
 
-    def compile_program(
-        lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
-    ) -> tuple[jax.stages.Compiled, None]:
-        return lowered.compile(compiler_options=options), None
-
-    measured, compiled = _compiled(lowered, compile_program, rates.room)
-    if compiled is None:
+    measured, executable, _ = _compiled(lowered, rates.room, buffers=False)
+    if executable is None:
         return measured
-    executable, _ = compiled
     memory: Any = executable.memory_analysis()
     kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
     if several:
-        program, hosted = parse(text := executable.as_text() or ""), in_host(text)
-        kinds, between = arguments(program, hosted), lying_between(program, hosted)
+        program = parse(executable.as_text() or "")
+        kinds, between = arguments(program), lying_between(program)
     kinds[OTHER] += memory.temp_size_in_bytes
     return dataclasses.replace(measured, memory=dict(kinds), between=between)
 
@@ -293,17 +287,16 @@ def forecast(
     )
 
 
-def lying_between(program: HloProgram, hosted: frozenset[str]) -> int:
+def lying_between(program: HloProgram) -> int:
     """Returns the bytes of an update's arguments on the device that are not offloaded state.
 
     These are gradients and compute parameters; slices of the offloaded state are named ``loaded``.
     """
     return sum(
-        shape.bytes
+        each.bytes
         for each in program.entry.instructions
         if each.opcode == "parameter" and each.op_name.startswith((WRITTEN, READ))
-        if each.name not in hosted
-        for shape in each.shapes
+        if not each.in_host
     )
 
 
@@ -318,23 +311,18 @@ def _traffic(
     spent: ProgramTime,
     nodes: tuple[int, ...],
 ) -> Iterator[Traffic]:
-    """Yields the traffic of a program: collectives by kind, then copies by direction."""
-    parts: dict[str, list[Traffic]] = collections.defaultdict(list)
+    """Yields the traffic of each collective of a program, then that of each copy."""
     # A computation with two callers lists its collectives twice, but its time only once.
     under_way, waited = dict(spent.under_way), dict(spent.waited)
 
-    def add(
-        kind: str, dtypes: tuple[str, ...], times: int, moved: int, between: int, key: Place
-    ) -> None:
-        seconds, wait = under_way.pop(key, 0.0), waited.pop(key, 0.0)
-        parts[kind].append(Traffic(kind, dtypes, times, moved, between, seconds, wait))
+    def time_of(key: Place) -> tuple[float, float]:
+        return under_way.pop(key, 0.0), waited.pop(key, 0.0)
 
     for each in sent:
-        key = Place(each.computation, each.name)
         between = round(each.times * sent_by(each, nodes).between)
-        add(each.kind, each.dtypes, each.times, each.moved_bytes, between, key)
+        spent_on = time_of(Place(each.computation, each.name))
+        yield Traffic(each.kind, each.dtypes, each.times, each.moved_bytes, between, *spent_on)
     for copy in copied:
-        kind = INWARD if copy.inward else OUTWARD
-        add(kind, (), copy.times, copy.times * copy.bytes, 0, Place(copy.computation, copy.name))
-    for group in parts.values():
-        yield sum_traffic(group)
+        kind, moved = INWARD if copy.inward else OUTWARD, copy.times * copy.bytes
+        spent_on = time_of(Place(copy.computation, copy.name))
+        yield Traffic(kind, (), copy.times, moved, 0, *spent_on)

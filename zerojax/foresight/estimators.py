@@ -27,16 +27,14 @@ from __future__ import annotations
 import collections
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from zerojax.graph.def_use import graph_of
-from zerojax.xla import hijax, jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr, PyTree
+from zerojax.xla.types import PyTree
 
 GIB = 2**30
 BUFFERS = 1.5
@@ -237,25 +235,37 @@ def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
       >>> parameters({"embed": {"table": jnp.ones((9, 2))}, "dense": {"w": jnp.ones(4)}})
       (22, 18)
     """
-    tree, counts = model, None
+    tree, layers = model, dict[tuple[str, ...], int]()
     if isinstance(model, linen.Module):
-        given = jax.random.key(0), *(inputs or _tokens_of(model))
-        traced, shapes = hijax.trace(model.init, *given)
-        stacks = jax.tree.unflatten(jax.tree.structure(shapes), _stacked(traced))
-        tree, counts = linen.meta.unbox(shapes.get("params", {})), stacks.get("params", {})
+
+        def count(
+            method: Callable[..., PyTree],
+            args: tuple[PyTree, ...],
+            kwargs: dict[str, PyTree],
+            context: linen.module.InterceptorContext,
+        ) -> PyTree:
+            """Counts a called module's own parameters; under ``nn.scan`` it has one layer's."""
+            result = method(*args, **kwargs)
+            for name, value in context.module.variables.get("params", {}).items():
+                layers[(*context.module.path, name)] = sum(x.size for x in jax.tree.leaves(value))
+            return result
+
+        with linen.intercept_methods(count):
+            given = jax.random.key(0), *(inputs or _tokens_of(model))
+            tree = linen.meta.unbox(jax.eval_shape(model.init, *given).get("params", {}))
     elif isinstance(model, nnx.Module):
         tree = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     modules: collections.Counter[str] = collections.Counter()
-    total, leaves = 0, jax.tree_util.tree_leaves_with_path(tree)
-    layers = [1] * len(leaves) if counts is None else jax.tree.leaves(counts)
-    for (path, leaf), stacked in zip(leaves, layers, strict=True):
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not hasattr(leaf, "shape"):
             raise TypeError(
                 "model: expected a flax module or a tree of parameters, got a "
                 f"{type(model).__name__} with {leaf!r} at {jax.tree_util.keystr(path) or 'its top'}"
             )
         total += math.prod(leaf.shape)
-        modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape) // stacked
+        names = tuple(getattr(key, "key", "") for key in path)
+        modules[jax.tree_util.keystr(path[:-1])] += layers.get(names, math.prod(leaf.shape))
     if not modules:
         raise TypeError(f"model: a {type(model).__name__} has no parameters: pass params")
     return total, max(modules.values())
@@ -278,29 +288,6 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
             f"model: {type(model).__name__} takes {', '.join(required)}: pass jax.ShapeDtypeStructs"
         )
     return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(required)
-
-
-def _stacked(traced: AnyJaxpr) -> list[int]:
-    """Returns the number of ``nn.scan`` layers stacked in each result of a traced ``init``."""
-
-    def layers(jaxpr: Jaxpr, v: Atom) -> int:
-        eqn = graph_of(jaxpr).producer(v)
-        if eqn is None:
-            return 1
-        index = eqn.outvars.index(v)
-        if (scan := jaxprs.scan_parts(eqn)) is not None:
-            body, _ = jaxprs.open_jaxpr(scan.body)
-            is_stack = index >= scan.carry
-            return int(scan.length * layers(body, body.outvars[index])) if is_stack else 1
-        if eqn.primitive in jaxprs.CALLS:
-            body, _ = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))
-            return layers(body, body.outvars[index])
-        operands = jaxprs.variables(eqn.invars)  # for example a transpose or a cast
-        is_same_size = len(operands) == 1 and operands[0].aval.size == v.aval.size
-        return layers(jaxpr, operands[0]) if is_same_size else 1
-
-    jaxpr, _ = jaxprs.open_jaxpr(traced)
-    return [layers(jaxpr, v) for v in jaxpr.outvars]
 
 
 def _checked(params: float, layer: float | None, gpus: int, nodes: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from zerojax.devices.mesh import micro_batch_devices
 from zerojax.devices.rates import Rates
@@ -41,17 +41,6 @@ class Traffic:
     between_nodes: int
     seconds: float
     waited: float
-
-    def repeated(self, times: int) -> Traffic:
-        """Returns the traffic of ``times`` runs."""
-        return dataclasses.replace(
-            self,
-            times=times * self.times,
-            bytes=times * self.bytes,
-            between_nodes=times * self.between_nodes,
-            seconds=times * self.seconds,
-            waited=times * self.waited,
-        )
 
     @property
     def hidden(self) -> float:
@@ -261,25 +250,30 @@ class Forecast:
     @property
     def traffic(self) -> tuple[Traffic, ...]:
         """The traffic of all programs, by kind."""
-        kinds: dict[str, list[Traffic]] = collections.defaultdict(list)
-        for program in self.programs:
-            for each in program.traffic:
-                kinds[each.kind].append(each.repeated(program.times))
-        return tuple(map(sum_traffic, kinds.values()))
+        return sum_traffic(
+            (each, program.times) for program in self.programs for each in program.traffic
+        )
 
 
-def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
-    """Returns the sum of several traffics of one kind."""
-    sizes = collections.Counter[str]()
-    for part in parts:
-        for dtype in part.dtypes:
-            sizes[dtype] += part.bytes
-    return Traffic(
-        kind=parts[0].kind,
-        dtypes=tuple(dtype for dtype, _ in sizes.most_common()),
-        times=sum(part.times for part in parts),
-        bytes=sum(part.bytes for part in parts),
-        between_nodes=sum(part.between_nodes for part in parts),
-        seconds=sum(part.seconds for part in parts),
-        waited=sum(part.waited for part in parts),
-    )
+def sum_traffic(parts: Iterable[tuple[Traffic, int]]) -> tuple[Traffic, ...]:
+    """Returns the sum of traffics, each with the number of its runs, by kind."""
+    kinds: dict[str, list[tuple[Traffic, int]]] = collections.defaultdict(list)
+    for part, runs in parts:
+        kinds[part.kind].append((part, runs))
+    sums = []
+    for kind, group in kinds.items():
+        sizes = collections.Counter[str]()
+        for part, runs in group:
+            sizes.update(dict.fromkeys(part.dtypes, runs * part.bytes))
+        sums.append(
+            Traffic(
+                kind=kind,
+                dtypes=tuple(dtype for dtype, _ in sizes.most_common()),
+                times=sum(runs * part.times for part, runs in group),
+                bytes=sum(runs * part.bytes for part, runs in group),
+                between_nodes=sum(runs * part.between_nodes for part, runs in group),
+                seconds=sum(runs * part.seconds for part, runs in group),
+                waited=sum(runs * part.waited for part, runs in group),
+            )
+        )
+    return tuple(sums)

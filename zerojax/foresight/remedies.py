@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 
 from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Remat
 from zerojax.foresight.trials import Trial, Trials
@@ -12,7 +13,7 @@ from zerojax.foresight.trials import Trial, Trials
 COMPILES = 8
 
 
-def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[Trial]:
+def remedies(trials: Trials, wanted: int = 3) -> list[Trial]:
     """Returns choices for the same rows that fit, in ascending order of predicted time.
 
     Milder choices are tried first: no parameters that stay gathered, then higher stages (the next
@@ -22,20 +23,19 @@ def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[
     Args:
       trials: The trials of the step on the devices.
       wanted: The number of remedies after which the search ends.
-      compiles: The most choices that are compiled.
     """
-    fitting: list[Trial] = []
-    tried = 0
-    for choice in milder_first(trials.given, stays=bool(trials.plan(trials.given).live)):
-        if len(fitting) == wanted or tried == compiles:
-            break
-        if any(_is_further(choice, each.choice) for each in fitting) or trials.hopeless(choice):
-            continue
-        tried += 1
-        forecast = trials.tried(choice)
-        if forecast and forecast.fits:
-            fitting.append(Trial(choice, forecast))
-    return sorted(fitting, key=lambda remedy: remedy.forecast.seconds)
+    trials.limit(COMPILES)
+    given = trials.given
+    try:
+        for choice in milder_first(given, stays=bool(trials.plan(given).live)):
+            if len(trials.fitted) == wanted:
+                break
+            steps = _steps(given, choice)
+            if not any(all(map(operator.ge, steps, _steps(given, x))) for x in trials.fitted):
+                trials.fitting(choice)
+    except TimeoutError:
+        pass
+    return sorted(trials.fitted.values(), key=lambda remedy: remedy.seconds)
 
 
 def milder_first(given: Choice, stays: bool = True) -> Iterator[Choice]:
@@ -65,31 +65,16 @@ def milder_first(given: Choice, stays: bool = True) -> Iterator[Choice]:
             offloads, micros, remats, stages, lives
         )
     }
+    steps = {each: _steps(given, each) for each in choices if each != given and each.possible}
+    return iter(sorted(steps, key=lambda each: (sum(steps[each]), *steps[each])))
+
+
+def _steps(given: Choice, choice: Choice) -> tuple[float, ...]:
+    """Returns how far a choice goes beyond ``given``, by setting."""
     return (
-        each for each in sorted(choices, key=_severity(given)) if each != given and each.possible
-    )
-
-
-def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
-    def severity(choice: Choice) -> tuple[float, ...]:
-        steps = (
-            (choice.live < given.live) / 2,
-            (choice.stage - given.stage),
-            2 * (choice.remat != given.remat),
-            math.log2(given.micro / choice.micro) + (choice.micro != given.micro),
-            4 * OFFLOADS.index(choice.offload),
-        )
-        return (sum(steps), *steps)
-
-    return severity
-
-
-def _is_further(choice: Choice, than: Choice) -> bool:
-    """Returns whether a choice goes at least as far as another choice in every setting."""
-    return (
-        choice.stage >= than.stage
-        and choice.keeps_no_more(than)
-        and choice.micro <= than.micro
-        and choice.live <= than.live
-        and OFFLOADS.index(choice.offload) >= OFFLOADS.index(than.offload)
+        (choice.live < given.live) / 2,
+        (choice.stage - given.stage),
+        2 * (choice.remat != given.remat),
+        math.log2(given.micro / choice.micro) + (choice.micro != given.micro),
+        4 * OFFLOADS.index(choice.offload),
     )

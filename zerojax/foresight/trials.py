@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -52,16 +54,24 @@ class Trial:
 class Trials:
     """The forecasts of a step under different choices, each compiled once.
 
+    A search asks with :meth:`fitting`, within the limits that it sets with :meth:`limit`.
+
     Args:
       build: Returns the step under a choice.
       given: The choice that the user asks about.
       rates: The speeds and the memory of the devices.
       note: Called with messages, such as the choice and the program that is compiled next.
       measured: Measures a program, as :func:`zerojax.foresight.costs.measure` does.
+
+    Attributes:
+      asked: The choices that a search compiled.
+      fitted: Those of them that fit, in the same order.
+      compiles: The number of choices that a search may still compile.
     """
 
     given: Choice
     rates: Rates
+    compiles: float
 
     def __init__(
         self,
@@ -76,6 +86,9 @@ class Trials:
         self._known: dict[Choice, Forecast] = {}
         self._steps: dict[Choice, BuiltStep] = {}
         self._failed: Exception | None = None
+        self.asked: list[Choice] = []
+        self.fitted: dict[Choice, Trial] = {}
+        self.limit(math.inf)
 
     def _built(self, choice: Choice) -> BuiltStep:
         """Returns the step under a choice. Only its state is traced, and only once."""
@@ -114,6 +127,31 @@ class Trials:
             self._failed = error
             self._note(f"{choice}: {type(error).__name__}: {error}")
             return None
+
+    def limit(self, compiles: float, seconds: float = math.inf) -> None:
+        """Limits the choices that :meth:`fitting` may compile from now on, and its time."""
+        self.compiles, self._until = compiles, time.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        """True if a search has reached its limits."""
+        return self.compiles <= 0 or time.monotonic() >= self._until
+
+    def fitting(self, choice: Choice) -> Forecast | None:
+        """Returns a choice's forecast, or None if an estimate or a compile shows it does not fit.
+
+        Raises:
+          TimeoutError: The choice must be compiled, and the limits do not allow another compile.
+        """
+        if choice not in self.asked and not self.hopeless(choice):
+            if self.over:
+                raise TimeoutError
+            forecast = self.tried(choice)
+            self.compiles -= forecast is None or forecast.compile_seconds > 0
+            self.asked.append(choice)
+            if forecast and forecast.fits:
+                self.fitted[choice] = Trial(choice, forecast)
+        return self.fitted[choice].forecast if choice in self.fitted else None
 
     @property
     def failed(self) -> Exception | None:

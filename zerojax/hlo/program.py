@@ -22,6 +22,7 @@ _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)
 _TRIPS = re.compile(r'"?known_trip_count"?[:=]\{"?n"?:"?(\d+)')
 _ASYNC = re.compile(r"-(start|update|done)$")
 _BITS = re.compile(r"\d+")
+_HOST = ":S(5)"  # the memory space in an array's layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,17 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation; ``shapes`` has a tuple's arrays, flattened in order."""
+    """One line of a computation.
+
+    Attributes:
+      name, opcode: Its name in the program, and what it does.
+      shapes: The arrays of its result; those of a tuple are flattened in order.
+      operands: The names of its operands.
+      attributes: The text after the operands.
+      argument: The text of a parameter's or a constant's operand.
+      is_root: Whether the computation returns its result.
+      in_host: Whether its result, or the first array of a tuple, is in host memory.
+    """
 
     name: str
     opcode: str
@@ -57,6 +68,12 @@ class Instruction:
     attributes: str
     argument: str
     is_root: bool = False
+    in_host: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """The size of all ``shapes``."""
+        return sum(shape.bytes for shape in self.shapes)
 
     @property
     def operation(self) -> str:
@@ -239,6 +256,7 @@ def parse(text: str) -> HloProgram:
 
 
 def _instruction(head: re.Match[str], rest: str) -> Instruction:
+    in_host = _HOST in rest.split(" ", 1)[0]
     result, rest = _split(rest) if rest.startswith("(") else rest.split(" ", 1)
     opcode, _, rest = rest.strip().partition("(")
     argument, attributes = _split("(" + rest)
@@ -250,6 +268,7 @@ def _instruction(head: re.Match[str], rest: str) -> Instruction:
         attributes=attributes,
         argument=argument[1:-1] if opcode in ("parameter", "constant") else "",
         is_root=bool(head[1]),
+        in_host=in_host,
     )
 
 

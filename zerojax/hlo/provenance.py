@@ -25,17 +25,14 @@ Callers = Mapping[str, Caller]
 """The caller of each loop's body, by the name of the body."""
 
 
-def schedules(program: HloProgram) -> tuple[Callers, list[Computation]]:
-    """Returns the caller of each loop's body, and the computations that run, the entry first."""
-    callers: dict[str, Caller] = {}
-    computations: list[Computation] = []
-    for computation, instruction, *_ in program.walk():
-        if instruction is computation.instructions[0]:
-            computations.append(computation)
-        if instruction.opcode == "while":
-            for body in program.callees(instruction):
-                callers[body.name] = Caller(computation, instruction)
-    return callers, computations
+def callers_of(program: HloProgram) -> Callers:
+    """Returns the caller of each loop's body."""
+    return {
+        body.name: Caller(computation, instruction)
+        for computation, instruction, *_ in program.walk()
+        if instruction.opcode == "while"
+        for body in program.callees(instruction)
+    }
 
 
 def is_argument(

@@ -163,7 +163,7 @@ def _compute(
         spent.forward += work.forward
     else:
         spent.again += seconds
-        spent.bytes_again += sum(shape.bytes for shape in each.shapes)
+        spent.bytes_again += each.bytes
     # XLA for TPUs places a collective inside the fusion that hides it.
     for fused in program.callees(each):
         for key in (Place(fused.name, each.name) for each in fused.instructions):

@@ -6,10 +6,10 @@ for each in collectives(compiled.as_text()):
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from zerojax.hlo.groups import Groups, replica_groups
-from zerojax.hlo.program import HloProgram, Instruction, Shape, parse
+from zerojax.hlo.program import Instruction, Shape, parse
 
 # Bytes that a device sends for each byte of payload, in a ring of n devices.
 _RING = {
@@ -102,26 +102,25 @@ def collectives(text: str) -> tuple[Collective, ...]:
     Raises:
       ValueError: The text is not a compiled program's.
     """
-    program = parse(text)
-    return tuple(_collectives(program))
-
-
-def _collectives(program: HloProgram) -> Iterator[Collective]:
+    program, found = parse(text), []
     for computation, each, times, exact in program.walk(fused=True):
         kind = each.opcode.removesuffix("-done")
         if kind in _RING:
             started = computation[each.operands[0]] if each.opcode.endswith("-done") else each
             groups = replica_groups(started, program.devices)
-            yield Collective(
-                kind=kind,
-                shapes=_full_shapes(started, each.shapes, len(groups[0])),
-                groups=groups,
-                times=times,
-                exact=exact,
-                name=started.name,
-                computation=computation.name,
-                op_name=started.op_name or each.op_name,
+            found.append(
+                Collective(
+                    kind=kind,
+                    shapes=_full_shapes(started, each.shapes, len(groups[0])),
+                    groups=groups,
+                    times=times,
+                    exact=exact,
+                    name=started.name,
+                    computation=computation.name,
+                    op_name=started.op_name or each.op_name,
+                )
             )
+    return tuple(found)
 
 
 def _full_shapes(started: Instruction, results: tuple[Shape, ...], group: int) -> tuple[Shape, ...]:
@@ -129,14 +128,8 @@ def _full_shapes(started: Instruction, results: tuple[Shape, ...], group: int) -
     if started.operation != "reduce-scatter":
         return results
     match = re.search(r"\bdimensions=\{(\d+)\}", started.attributes)
-    scattered_axis = int(match[1]) if match else 0
+    axis = int(match[1]) if match else 0
     return tuple(
-        Shape(
-            each.dtype,
-            tuple(
-                size * group if axis == scattered_axis else size
-                for axis, size in enumerate(each.dims)
-            ),
-        )
+        Shape(each.dtype, (*each.dims[:axis], group * each.dims[axis], *each.dims[axis + 1 :]))
         for each in results
     )

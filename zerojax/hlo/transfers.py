@@ -5,13 +5,9 @@ for each in host_copies(compiled.as_text()):
 """
 
 import dataclasses
-import re
-from collections.abc import Iterator
 
-from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
+from zerojax.hlo.program import Computation, Instruction, parse
 
-_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\S+) ")  # arrays with a layout, not tuples
-_HOST = ":S(5)"
 _MOVES = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
 
 
@@ -42,29 +38,20 @@ def host_copies(text: str) -> tuple[HostCopy, ...]:
     Raises:
       ValueError: The text is not a compiled program's.
     """
-    return tuple(_copies(parse(text), in_host(text)))
-
-
-def in_host(text: str) -> frozenset[str]:
-    """Returns the names of the instructions whose result is an array in host memory."""
-    matches = (_LINE.match(line) for line in text.splitlines() if _HOST in line)
-    return frozenset(match[1] for match in matches if match and _HOST in match[2])
-
-
-def _copies(program: HloProgram, host: frozenset[str]) -> Iterator[HostCopy]:
-    for computation, each, times, _ in program.walk():
+    found = []
+    for computation, each, times, _ in parse(text).walk():
         if each.operation not in _MOVES or each.opcode.endswith(("-done", "-update")):
             continue
         end = _end(computation, each)
-        if end.name in host or any(name in host for name in each.operands):
-            yield HostCopy(
-                name=each.name,
-                end=end.name,
-                computation=computation.name,
-                inward=end.name not in host,
-                bytes=_moved(computation, each, end, host),
-                times=times,
-            )
+        operands = [computation[x] for x in each.operands if x in computation.position]
+        if not end.in_host and not any(operand.in_host for operand in operands):
+            continue
+        moved = end.bytes  # to the host only the operand: the rest of the result is there already
+        if end.in_host:
+            near = (x for operand in operands if not operand.in_host for x in operand.shapes)
+            moved = max((shape.bytes for shape in near if shape.dims), default=0)
+        found.append(HostCopy(each.name, end.name, computation.name, not end.in_host, moved, times))
+    return tuple(found)
 
 
 def _end(computation: Computation, start: Instruction) -> Instruction:
@@ -73,17 +60,3 @@ def _end(computation: Computation, start: Instruction) -> Instruction:
         return start
     ends = (e for e in computation.users[start.name] if e.opcode.endswith(("-update", "-done")))
     return _end(computation, next(ends))
-
-
-def _moved(
-    computation: Computation, start: Instruction, end: Instruction, host: frozenset[str]
-) -> int:
-    """Returns the bytes of a copy: to the device the result, to the host only the operand, since
-    the rest of the result is already in host memory."""
-    if end.name not in host:
-        return sum(shape.bytes for shape in end.shapes)
-    on_device = [
-        name for name in start.operands if name in computation.position and name not in host
-    ]
-    shapes = [shape for name in on_device for shape in computation[name].shapes if shape.dims]
-    return max((shape.bytes for shape in shapes), default=0)

@@ -222,39 +222,38 @@ def _contracted(product: Instruction) -> list[int]:
 def _bytes(program: HloProgram, computation: Computation, each: Instruction) -> int:
     if each.opcode in FREE:
         return 0
-    read = [computation[name].shapes for name in each.operands if name in computation.position]
-    written = list(each.shapes[:1] if _LIBRARY.search(_target(each)) else each.shapes)
+    read = [computation[name] for name in each.operands if name in computation.position]
+    results = each.shapes[:1] if _LIBRARY.search(_target(each)) else each.shapes
+    written = sum(shape.bytes for shape in results)
     if each.operation in ("slice", "dynamic-slice", "gather"):
-        return 2 * _size(written)
+        return 2 * written
     if each.operation == "dynamic-update-slice":
-        return 2 * _size(read[1])
-    total = 0
+        return 2 * read[1].bytes
     inside = next(program.callees(each), None) if each.operation in ("fusion", "async") else None
-    for number, shapes in enumerate(read):
-        total += _size(shapes) if inside is None else _read(inside, number, shapes)
-    return total + (_size(written) if inside is None else _written(inside, written))
+    if inside is None:
+        return written + sum(operand.bytes for operand in read)
+    total = min(_written(inside), written)
+    for number, operand in enumerate(read):
+        if parameter := inside.parameter(number):
+            total += _read(inside, parameter.name, operand.bytes)
+    return total
 
 
-def _read(inside: Computation, number: int, shapes: tuple[Shape, ...]) -> int:
-    """Returns the bytes that a fusion reads of an operand: only the slices if it only slices it."""
-    parameter = inside.parameter(number)
-    return _read_of(inside, parameter.name, shapes) if parameter else 0
-
-
-def _read_of(inside: Computation, name: str, shapes: tuple[Shape, ...]) -> int:
-    """Returns the bytes that a fusion reads of a value inside it, also through bitcasts."""
+def _read(inside: Computation, name: str, size: int) -> int:
+    """Returns the bytes that a fusion reads of a value inside it, also through bitcasts: only the
+    slices if it only slices the value."""
     total = 0
     for user in inside.users.get(name, ()):
         if user.opcode == "bitcast":
-            total += _read_of(inside, user.name, shapes)
+            total += _read(inside, user.name, size)
         elif user.opcode in ("dynamic-slice", "slice", "gather"):
-            total += _size(user.shapes)
+            total += user.bytes
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
-            return _size(shapes)  # a value that is updated in place is not read
-    return min(total, _size(shapes))
+            return size  # a value that is updated in place is not read
+    return min(total, size)
 
 
-def _written(inside: Computation, shapes: list[Shape]) -> int:
+def _written(inside: Computation) -> int:
     root = inside.root
     results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
     total = 0
@@ -262,11 +261,6 @@ def _written(inside: Computation, shapes: list[Shape]) -> int:
         while each.opcode in ("bitcast", "copy") and each.operands:
             each = inside[each.operands[0]]
         if each.opcode == "dynamic-update-slice":
-            total += _size(inside[each.operands[1]].shapes)
-        else:
-            total += _size(each.shapes)
-    return min(total, _size(shapes))
-
-
-def _size(shapes: tuple[Shape, ...] | list[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
+            each = inside[each.operands[1]]
+        total += each.bytes
+    return total

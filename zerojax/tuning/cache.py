@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -62,7 +63,10 @@ class Cache:
         nodes: tuple[int, ...],
     ) -> Measurement:
         path = self._folder / f"{_key(lowered, known, rates, nodes)}.json"
-        measurement = self._remembered(path)
+        measurement = None
+        with contextlib.suppress(OSError, ValueError):  # missing or corrupt
+            measurement = _MEASUREMENT.validate_json(path.read_text())
+            os.utime(path)
         if measurement is not None:
             self.hits += 1
             compile = dataclasses.replace(measurement.compile, seconds=0.0)
@@ -72,18 +76,9 @@ class Cache:
         self._keep(path, _MEASUREMENT.dump_json(measurement).decode())
         return measurement
 
-    def _remembered(self, path: Path) -> Measurement | None:
-        """Returns the measurement in a file, or None if the file is missing or corrupt."""
-        try:
-            measurement = _MEASUREMENT.validate_json(path.read_text())
-            os.utime(path)
-        except (OSError, ValueError):  # pydantic's ValidationError is a ValueError
-            return None
-        return measurement
-
     def _keep(self, path: Path, text: str) -> None:
         """Writes a file atomically; ignores a folder that cannot be written."""
-        try:
+        with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
                 file.write(text)
@@ -91,8 +86,6 @@ class Cache:
             newest = sorted(self._folder.glob("*.json"), key=lambda entry: -entry.stat().st_mtime)
             for old in newest[KEPT:]:
                 old.unlink(missing_ok=True)
-        except OSError:
-            return
 
 
 def _key(

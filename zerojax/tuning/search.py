@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
 from zerojax.foresight.by_value import by_value
-from zerojax.foresight.choice import OFFLOADS, Choice, Offload, Remat
+from zerojax.foresight.choice import OFFLOADS, Choice, Offload
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.gathered import TRIES, with_room_filled
 from zerojax.foresight.trials import Trial, Trials
@@ -65,119 +64,61 @@ def search(
       seconds: The maximum duration of the search, in seconds.
       done: A function called with the number of modes that are done, and their total.
     """
-    bounds = space.batches.bounds
-    shortest = bounds is not None and bounds.metric == "latency"
-    modes, sizes = list(space.modes()), space.batches.sizes()
+    modes, smallest = list(space.modes()), space.batches.sizes()[0]
     # The last mode of each offload needs the least memory.
-    leanest = {mode.offload: space.batches.choice(mode, sizes[0]) for mode in modes}
-    leanest_mode = [*leanest.values()][-1]
-    at_most = bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)
-    limits, infeasible = _Limits(trials, compiles, seconds), set[Offload]()
-    fitting: dict[Choice, Trial] = {}
+    leanest = {mode.offload: space.batches.choice(mode, smallest) for mode in modes}
+    infeasible, unseen = set[Offload](), list[Choice]()
+    trials.limit(compiles, seconds)
+
+    def is_open(mode: Choice) -> bool:
+        offload = OFFLOADS.index(mode.offload)
+        return mode.offload not in infeasible and not any(
+            OFFLOADS.index(fitting.offload) < offload for fitting in trials.fitted
+        )
+
     for index, mode in enumerate(modes):
         done(index, len(modes))
-        if mode.offload in infeasible or any(_offloads_less(other, mode) for other in fitting):
+        if not is_open(mode):
             continue
         try:
-            least = leanest[mode.offload]
-            if (forecast := limits.fitting(least)) is None:
+            if trials.fitting(leanest[mode.offload]) is None:
                 infeasible.add(mode.offload)
-                continue
-            fitting[least] = Trial(least, forecast)
-            for trial in _of_mode(limits, space, mode, sizes, at_most):
-                fitting[trial.choice] = trial
+            else:
+                _try_mode(trials, space, mode)
         except TimeoutError:
-            unseen = [
-                other
-                for other in modes[index:]
-                if other.offload not in infeasible
-                and not any(_offloads_less(x, other) for x in fitting)
-            ]
-            return SearchResult(ranked(fitting.values(), shortest), unseen, leanest_mode)
-    unseen = []
-    if space.policies and fitting:
-        unseen = _keep_more(limits, space, fitting, at_most, shortest)
-    if space.pipelines and fitting:
-        unseen += _in_stages(limits, space, fitting, shortest)
-    if space.live is None:
-        fastest = [x.choice for x in ranked(fitting.values(), shortest) if x.choice.drops]
-        for choice in fastest[:REFINED]:
-            if limits.compiles < TRIES or limits.over:
-                break
-            if (filled := with_room_filled(trials, choice)) is not None:
-                fitting[filled.choice] = filled
-            limits.compiles -= TRIES
-    done(len(modes), len(modes))
-    return SearchResult(ranked(fitting.values(), shortest), unseen, leanest_mode)
+            unseen = [other for other in modes[index:] if is_open(other)]
+            break
+    else:
+        if trials.fitted:
+            unseen = _keep_more(trials, space) + _in_stages(trials, space)
+            _gather_more(trials, space)
+        done(len(modes), len(modes))
+    return SearchResult(_ranking(trials, space), unseen, [*leanest.values()][-1])
 
 
-class _Limits:
-    """Trials within the limits of a search.
-
-    Attributes:
-      compiles: The number of choices that may still be compiled.
-    """
-
-    def __init__(self, trials: Trials, compiles: int, seconds: float) -> None:
-        self.trials, self.compiles = trials, compiles
-        self._until = time.monotonic() + seconds
-        self._known: dict[Choice, Forecast | None] = {}
-
-    @property
-    def over(self) -> bool:
-        return self.compiles <= 0 or time.monotonic() >= self._until
-
-    def has_tried(self, remat: Remat) -> bool:
-        return any(choice.remat == remat for choice in self._known)
-
-    def fitting(self, choice: Choice) -> Forecast | None:
-        """Returns a choice's forecast, or None if an estimate or a compile shows it does not fit.
-
-        Raises:
-          TimeoutError: The choice must be compiled, and the limits do not allow another compile.
-        """
-        if choice not in self._known and not self.trials.hopeless(choice):
-            if self.over:
-                raise TimeoutError
-            forecast = self.trials.tried(choice)
-            self.compiles -= forecast is None or forecast.compile_seconds > 0
-            self._known[choice] = forecast if forecast and forecast.fits else None
-        return self._known.get(choice)
-
-
-def _keep_more(
-    limits: _Limits, space: Space, fitting: dict[Choice, Trial], at_most: int, shortest: bool
-) -> list[Choice]:
+def _keep_more(trials: Trials, space: Space) -> list[Choice]:
     """Tries the policies of what blocks keep with the stage and the offload of the fastest choice,
-    and named values with its micro-batch.
-
-    Adds the trials that fit to ``fitting``.
-
-    Returns:
-      The modes that the search skipped at its limits.
-    """
-    fastest = ranked(fitting.values(), shortest)[0].choice
+    and named values with its micro-batch; returns the modes skipped at the limits."""
+    if not space.policies:
+        return []
+    fastest = _ranking(trials, space)[0].choice
     modes = [dataclasses.replace(fastest, remat=name) for name in space.policies]
     try:
         for mode in modes:
-            for trial in _of_mode(limits, space, mode, space.batches.sizes(), at_most):
-                fitting[trial.choice] = trial
-        fastest = ranked(fitting.values(), shortest)[0].choice
-        least = dataclasses.replace(fastest, remat=True)
-        for trial in by_value(limits.fitting, least, limits.trials.names(least)):
-            fitting[trial.choice] = trial
+            _try_mode(trials, space, mode)
+        fastest = _ranking(trials, space)[0].choice
+        by_value(trials, dataclasses.replace(fastest, remat=True))
     except TimeoutError:
         modes.append(dataclasses.replace(fastest, remat="names:..."))
-        return [mode for mode in modes if not limits.has_tried(mode.remat)]
+        asked = {choice.remat for choice in trials.asked}
+        return [mode for mode in modes if mode.remat not in asked]
     return []
 
 
-def _in_stages(
-    limits: _Limits, space: Space, fitting: dict[Choice, Trial], shortest: bool
-) -> list[Choice]:
+def _in_stages(trials: Trials, space: Space) -> list[Choice]:
     """Tries the fastest choice in pipeline stages, also at ZeRO's stage 1, if it waits for the
-    network. Adds the trials that fit to ``fitting``; returns the modes skipped at the limits."""
-    fastest = ranked(fitting.values(), shortest)[0]
+    network; returns the modes skipped at the limits."""
+    fastest = _ranking(trials, space)[0]
     if fastest.forecast.network_share < WAITS:
         return []
     stages = dict.fromkeys([fastest.choice.stage, *(n for n in space.stages if n == 1)])
@@ -185,38 +126,49 @@ def _in_stages(
     modes = [dataclasses.replace(each, stage=stage) for each in staged for stage in stages]
     for i, mode in enumerate(modes):
         try:
-            if forecast := limits.fitting(mode):
-                fitting[mode] = Trial(mode, forecast)
+            trials.fitting(mode)
         except TimeoutError:
             return modes[i:]
     return []
 
 
-def _of_mode(
-    limits: _Limits, space: Space, mode: Choice, sizes: Sequence[int], at_most: int
-) -> Iterator[Trial]:
-    """Tries up to ``at_most`` micro-batches of a mode, and yields those that fit.
+def _gather_more(trials: Trials, space: Space) -> None:
+    """Tries the fastest choices with as many gathered parameters as fit, if the space leaves that
+    open."""
+    if space.live is not None:
+        return
+    fastest = [x.choice for x in _ranking(trials, space) if x.choice.drops]
+    for choice in fastest[:REFINED]:
+        if trials.compiles < TRIES or trials.over:
+            break
+        if (filled := with_room_filled(trials, choice)) is not None:
+            trials.fitted[filled.choice] = filled
+        trials.compiles -= TRIES
+
+
+def _try_mode(trials: Trials, space: Space, mode: Choice) -> None:
+    """Tries micro-batches of a mode, as many as the space allows, up to the largest that fits.
 
     If XLA computes values again in the largest, also the largest that leaves XLA enough memory.
 
     Raises:
       TimeoutError: The search reached its limits.
     """
+    sizes, bounds = space.batches.sizes(), space.batches.bounds
     low, high, index = 0, len(sizes), 0  # sizes before low fit, sizes from high on do not
     tried: set[int] = set()
-    for _ in range(at_most):
+    for _ in range(bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)):
         if index in tried:
             break
         tried.add(index)
         choice = space.batches.choice(mode, sizes[index])
-        if forecast := limits.fitting(choice):
-            yield Trial(choice, forecast)
+        if forecast := trials.fitting(choice):
             low = index + 1
             if forecast.recomputes and forecast.recomputes_above:
                 limit = forecast.recomputes_above
                 index = _largest_fitting(forecast, sizes[index], sizes, limit)
                 continue
-            index = _largest_fitting(forecast, sizes[index], sizes, limits.trials.rates.room)
+            index = _largest_fitting(forecast, sizes[index], sizes, trials.rates.room)
             if index < low:
                 break  # the next size exceeds the memory by more than the estimate's error
         else:
@@ -224,6 +176,11 @@ def _of_mode(
         index = min(index, high - 1)
         if low >= high:
             break
+
+
+def _ranking(trials: Trials, space: Space) -> list[Trial]:
+    bounds = space.batches.bounds
+    return ranked(trials.fitted.values(), bounds is not None and bounds.metric == "latency")
 
 
 def ranked(trials: Iterable[Trial], shortest: bool = False) -> list[Trial]:
@@ -251,11 +208,6 @@ def listed(modes: Sequence[Choice]) -> str:
     names = [str(dataclasses.replace(mode, micro=1)) for mode in modes]
     names = [name.replace(", micro-batch 1", "") for name in names]
     return "; ".join(names[:8]) + f"; and {len(names) - 8} more" * (len(names) > 8)
-
-
-def _offloads_less(fitting: Choice, mode: Choice) -> bool:
-    """Returns whether a choice that fits offloads less than a mode."""
-    return OFFLOADS.index(fitting.offload) < OFFLOADS.index(mode.offload)
 
 
 def _largest_fitting(forecast: Forecast, micro: int, sizes: Sequence[int], room: int) -> int:

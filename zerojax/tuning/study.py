@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from zerojax.api import Zero, zero
+from zerojax.api import zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.arranged import arranged
@@ -35,7 +35,7 @@ from zerojax.plan import layout
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.train_step import Step
-from zerojax.tuning.workload import Workload, workload
+from zerojax.tuning.workload import workload
 from zerojax.xla.types import PyTree
 
 
@@ -103,28 +103,6 @@ class Study(Trials):
             return []
         return [n for n in range(2, hosts + 1) if hosts % n == 0]
 
-    def _decorated(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
-        """Returns the decorator and the workload of a choice; the decorator has its specs."""
-        mesh = self._mesh
-        if (n := choice.pipeline) > 1:
-            mesh = laid_out(mesh, {STAGE: n, AXIS: mesh.size // n})
-        decorated = zero(config, mesh=mesh)
-        work = self._workload(decorated, choice)
-        if work.specs is not None:
-            decorated = zero(config, mesh=mesh, specs=work.specs)
-        return decorated, work
-
-    def _workload(self, decorated: Zero, choice: Choice) -> Workload:
-        rows = choice.rows(self.world)
-        options = {
-            "zero": decorated,
-            "rows": rows,
-            "seq": self._seq,
-            "remat": bool(choice.remat),
-            "remat_policy": choice.remat if isinstance(choice.remat, str) else None,
-        }
-        return workload(bound(self._function, options), decorated, rows, self._seq)
-
     def collectives(self, choice: Choice) -> CollectivesTable:
         """Returns the collectives that zerojax chooses for a choice's step; compiles nothing."""
         _, step, step_args, _ = self._step(choice)
@@ -146,7 +124,20 @@ class Study(Trials):
             # A program that reads a disk cannot be compiled for absent devices. In both cases a
             # parameter passes through host memory on its way to the device.
             config = dataclasses.replace(config, offload_param=OffloadParam())
-        decorated, work = self._decorated(config, choice)
+        mesh, rows = self._mesh, choice.rows(self.world)
+        if (n := choice.pipeline) > 1:
+            mesh = laid_out(mesh, {STAGE: n, AXIS: mesh.size // n})
+        decorated = zero(config, mesh=mesh)
+        options = {
+            "zero": decorated,
+            "rows": rows,
+            "seq": self._seq,
+            "remat": bool(choice.remat),
+            "remat_policy": choice.remat if isinstance(choice.remat, str) else None,
+        }
+        work = workload(bound(self._function, options), decorated, rows, self._seq)
+        if work.specs is not None:
+            decorated = zero(config, mesh=mesh, specs=work.specs)
         state = decorated.abstract_state(work.create_state, jax.random.key(0))
         objects = state if isinstance(state, tuple) else (state,)
         step = decorated(work.train_step)

@@ -11,7 +11,6 @@ meaning that `zerojax.models.names` describes, `remat`, `remat_policy` and `scan
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -19,13 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen
-from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
 from zerojax.models import bart, deberta
 from zerojax.models.config import remat_option
-from zerojax.trace.gradients import value_and_grad, weighted_mean
-from zerojax.tuning.workload import LEARNING_RATE, Workload
+from zerojax.trace.gradients import weighted_mean
+from zerojax.tuning.workload import Trained, Workload, trained
 from zerojax.xla.types import PyTree
 
 
@@ -43,10 +41,10 @@ def classification(
     config = deberta.DebertaConfig(**deberta.SIZES[size], remat=kept, scan=scan)
     model = deberta.DebertaClassifier(config)
 
-    def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         logits = model.apply(
             {"params": params}, batch["input_ids"], batch["attention_mask"],
-            deterministic=False, rngs=rngs,
+            deterministic=False, rngs={"dropout": key},
         )  # fmt: skip
         return cast(
             jax.Array,
@@ -54,7 +52,8 @@ def classification(
         )
 
     batch = _tokens(rows, seq) | {"labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
-    return _workload(zero, partial(_params, model, jnp.zeros((1, 8), jnp.int32)), loss, batch, seq)
+    init = partial(_params, model, jnp.zeros((1, 8), jnp.int32))
+    return _workload(trained(zero, init, loss), batch, seq)
 
 
 def seq2seq(
@@ -73,40 +72,24 @@ def seq2seq(
     config = bart.BartConfig(**sizes, remat=remat_option(remat, remat_policy), scan=scan)
     model, target = bart.Bart(config), max(1, seq // 2)
 
-    def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         labels = batch["labels"]
         losses: PyTree = model.apply(
             {"params": params}, batch["input_ids"], bart.shifted(labels, config),
-            batch["attention_mask"], targets=labels, deterministic=False, rngs=rngs,
+            batch["attention_mask"], targets=labels, deterministic=False, rngs={"dropout": key},
         )  # fmt: skip
         return weighted_mean(losses, labels != config.pad_token_id)
 
     batch = _tokens(rows, seq) | {"labels": jax.ShapeDtypeStruct((rows, target), jnp.int32)}
     tokens = jnp.zeros((1, 8), jnp.int32)
-    work = _workload(zero, partial(_params, model, tokens, tokens), loss, batch, seq + target)
+    init = partial(_params, model, tokens, tokens)
+    work = _workload(trained(zero, init, loss), batch, seq + target)
     return dataclasses.replace(work, model=model)
 
 
-def _workload(
-    zero: Zero,
-    init: Callable[[jax.Array], object],
-    loss: Callable[[PyTree, PyTree, PyTree], jax.Array],
-    batch: dict[str, jax.ShapeDtypeStruct],
-    tokens: int,
-) -> Workload:
-    tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
-
-    def create_state(key: jax.Array) -> TrainState:
-        return cast(TrainState, TrainState.create(apply_fn=loss, params=init(key), tx=tx))
-
-    def train_step(state: TrainState, batch: PyTree, key: jax.Array) -> tuple[TrainState, PyTree]:
-        rngs = {"dropout": jax.random.fold_in(key, state.step)}
-        value, grads = value_and_grad(loss)(state.params, batch, rngs)
-        return state.apply_gradients(grads=grads), {"loss": value}
-
-    rows = batch["input_ids"].shape[0]
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return Workload(create_state, train_step, batch, tokens=rows * tokens, args=(key,))
+def _workload(functions: Trained, batch: dict[str, jax.ShapeDtypeStruct], tokens: int) -> Workload:
+    rows, key = batch["input_ids"].shape[0], jax.eval_shape(lambda: jax.random.key(0))
+    return Workload(*functions, batch, tokens=rows * tokens, args=(key,))
 
 
 def _params(model: linen.Module, *inputs: jax.Array) -> PyTree:

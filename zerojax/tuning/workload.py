@@ -24,6 +24,9 @@ from zerojax.xla.types import PyTree
 
 LEARNING_RATE = 1e-4  # of AdamW, if the config names no optimizer; the rate changes no cost
 
+Trained = tuple[Callable[..., PyTree], Callable[..., PyTree]]
+"""``create_state`` and ``train_step`` of a :class:`Workload`."""
+
 # Part of the error message for a bare model that is not a language model.
 _TAKEN_AS = """\
 A bare model is taken as a language model: tokens int32 [B, T] -> logits [B, T, V]. For any other,
@@ -168,19 +171,45 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
         raise TypeError(
             f"a {type(model).__name__} is no flax model: return one, or a zerojax.Workload"
         )
-    tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)}
     if zero.sequence:
         shape = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
         batch = {"tokens": shape, "targets": shape}
     if isinstance(model, linen.Module):
-        create_state, train_step = _linen(model, tx, seq)
+        create_state, train_step = _linen(model, zero, seq)
     else:
-        create_state, train_step = _nnx(make, tx)
+        create_state, train_step = _nnx(make, _optimizer(zero))
     tensor = getattr(model, "tensor", None)  # models of zerojax.models have it
     return Workload(
         create_state, train_step, batch, rows * seq, specs=tensor.specs if tensor else None
     )
+
+
+def trained(
+    zero: Zero, init: Callable[[jax.Array], object], loss: Callable[..., jax.Array]
+) -> Trained:
+    """Returns ``create_state`` and ``train_step`` of a ``TrainState`` for :class:`Workload`.
+
+    Args:
+      zero: The decorator; its config may name the optimizer.
+      init: ``init(key)`` returns the parameters.
+      loss: ``loss(params, batch, *keys)``; each key of the step is folded with its number.
+    """
+    tx = _optimizer(zero)
+
+    def create_state(key: jax.Array) -> TrainState:
+        return cast(TrainState, TrainState.create(apply_fn=loss, params=init(key), tx=tx))
+
+    def train_step(state: TrainState, batch: PyTree, *keys: jax.Array) -> tuple[TrainState, PyTree]:
+        noise = (jax.random.fold_in(key, state.step) for key in keys)
+        value, grads = value_and_grad(loss)(state.params, batch, *noise)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return create_state, train_step
+
+
+def _optimizer(zero: Zero) -> optax.GradientTransformation:
+    return zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
 
 
 def _logits(model: object, call: Callable[[jax.Array], PyTree], tokens: jax.Array) -> PyTree:
@@ -211,42 +240,31 @@ def _loss(model: object, call: Callable[[jax.Array], PyTree], batch: PyTree) -> 
     return cast(jax.Array, optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean())
 
 
-def _linen(
-    model: linen.Module, tx: optax.GradientTransformation, seq: int
-) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
-    def create_state(key: jax.Array) -> TrainState:
+def _linen(model: linen.Module, zero: Zero, seq: int) -> Trained:
+    def init(key: jax.Array) -> PyTree:
         variables: dict[str, PyTree] = {}
 
-        def init(tokens: jax.Array) -> PyTree:
+        def call(tokens: jax.Array) -> PyTree:
             logits, new_variables = model.init_with_output(key, tokens)
             variables.update(new_variables)
             return logits
 
-        _logits(model, init, jnp.zeros((1, seq), jnp.int32))
+        _logits(model, call, jnp.zeros((1, seq), jnp.int32))
         if others := set(variables) - {"params"}:
             name = type(model).__name__
             raise ModelError(
                 f"{name} has {', '.join(sorted(others))} beside its parameters, which the step of "
                 f"a bare model does not update.\n{_TAKEN_AS}"
             )
-        return cast(
-            TrainState,
-            TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx),
-        )
+        return variables["params"]
 
-    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-        def loss(params: PyTree) -> jax.Array:
-            return _loss(model, partial(state.apply_fn, {"params": params}), batch)
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        return _loss(model, partial(model.apply, {"params": params}), batch)
 
-        value, grads = value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": value}
-
-    return create_state, train_step
+    return trained(zero, init, loss)
 
 
-def _nnx(
-    make: Callable[[], nnx.Module], tx: optax.GradientTransformation
-) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
+def _nnx(make: Callable[[], nnx.Module], tx: optax.GradientTransformation) -> Trained:
     def create_state(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer[nnx.Module]]:
         model = make()
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
-from zerojax.cli.terminal import bytes_bar
+from zerojax.cli.terminal import bytes_bar, print_json
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.naming import Names
@@ -85,8 +84,7 @@ def export(
         wrong_input(error)
     seconds = time.perf_counter() - start
     if as_json:
-        written = found._asdict() | {"out": out, "seconds": seconds}
-        print(json.dumps(written, indent=2))
+        print_json(found._asdict() | {"out": out, "seconds": seconds})
         return
     typer.echo(
         f"{out}: {_count(len(found.files), 'file')}, {_count(found.tensors, 'tensor')}, "

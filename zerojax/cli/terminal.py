@@ -1,6 +1,10 @@
-"""Output of the commands: tables on stdout, progress on stderr."""
+"""Output of the commands: tables and JSON on stdout, progress on stderr."""
 
+import dataclasses
+import json
+import math
 import sys
+from collections.abc import Iterable, Mapping
 
 from rich import box
 from rich.console import Console
@@ -16,6 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 _PIPED = 10_000
 
@@ -25,13 +30,44 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
 
 
-def table(*heads: str) -> Table:
-    """Creates a table with these columns; a head that begins with ">" aligns its column right."""
+def table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]] = ()) -> Table:
+    """Returns a table; a head that begins with ">" aligns its column right.
+
+    A cell that is a string is printed as it is; rich's markup in it is text.
+    """
     result = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for head in heads:
         name = head.removeprefix(">")
         result.add_column(name, justify="right" if name != head else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return result
+
+
+def print_json(value: object) -> None:
+    """Prints a result as JSON, see :func:`as_json`."""
+    print(json.dumps(as_json(value), indent=2))
+
+
+def as_json(value: object) -> object:
+    """Returns a result as JSON values: dataclasses and named tuples by their fields, and numbers
+    that JSON lacks, such as the infinity that 1e999 reads as, and other objects as strings.
+
+    Example:
+      >>> as_json({"a": (1, math.inf), 2: None})
+      {'a': [1, 'inf'], '2': None}
+    """
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def bytes_bar() -> Progress:

@@ -113,7 +113,7 @@ class Reporter:
           OSError: At the first write, as for :meth:`open`; later errors are logged.
         """
         if self._logs():
-            self._backlog.write([(tag, value, samples) for tag, value in figures.items()])
+            self._backlog.write(figures, samples)
 
     def flush(self) -> None:
         """Writes everything; files and runs stay open."""
@@ -148,5 +148,5 @@ class Reporter:
     def _progress(self, report: Mapping[str, Scalar], by_tag: Mapping[str, Scalar]) -> str:
         text = lines.progress(report, by_tag, self._momentum, fp16=self.config.fp16)
         pace = self._pace.per_second(time.perf_counter())
-        self._backlog.drain(wait=True)  # all steps are done
+        self._backlog.drain()  # all steps are done
         return text if pace is None else f"{text}, samples/sec={pace:.6g}"

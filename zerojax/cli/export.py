@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
@@ -96,17 +96,17 @@ def _function(path: str) -> Names:
     from zerojax import weights
     from zerojax.checkpoint import CheckpointError
 
-    module, _, name = path.partition(":")
-    module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"--names {path}: {error}: pass MODULE:FUNCTION, of PYTHONPATH or the current folder"
         ) from error
     if not callable(found) and not isinstance(found, weights.Names | Mapping):
         what = type(found).__name__
-        raise CheckpointError(f"--names {path}: {what} is neither a function nor a map of names")
+        raise CheckpointError(
+            f"--names {path}: {what} is neither a function nor a map of names: pass MODULE:FUNCTION"
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -47,7 +47,7 @@ def run(
       Whether the generation fits.
     """
     compile_only(asked.devices)
-    with terminal.spinner() as progress, wrong_inputs(f"model {asked.model!r} cannot be planned"):
+    with terminal.steps_bar() as progress, wrong_inputs(f"model {asked.model!r} cannot be planned"):
         progress.add_task("compiling the programs of a generation", total=None)
         function = function_of(asked)
         mesh, rates = mesh_of(asked)

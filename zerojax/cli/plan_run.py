@@ -101,7 +101,7 @@ def _study(
 ) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""
-    with terminal.spinner() as progress:
+    with terminal.steps_bar() as progress:
         task = progress.add_task("reading", total=None)
         with wrong_inputs():
             function = function_of(asked)

@@ -77,14 +77,8 @@ def bytes_bar() -> Progress:
     )
 
 
-def spinner() -> Progress:
-    """Creates a progress line for work of unknown length, with its description and elapsed time."""
-    description = TextColumn("{task.description}", markup=False)
-    return _progress(SpinnerColumn(), description, TimeElapsedColumn())
-
-
 def steps_bar() -> Progress:
-    """Creates a progress bar for a known number of steps."""
+    """Creates a progress bar for a number of steps that may be unknown, and their description."""
     description = TextColumn("{task.description}", markup=False)
     return _progress(
         SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), description

@@ -66,8 +66,7 @@ def export(
 
     start = time.perf_counter()
     try:
-        with bytes_bar() as bar:
-            task = bar.add_task("writing", total=None)
+        with bytes_bar("writing") as update:
             found = exported(
                 checkpoint,
                 out,
@@ -75,7 +74,7 @@ def export(
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 names=_function(names) if names else None,
-                progress=lambda done, todo: bar.update(task, completed=done, total=todo),
+                progress=lambda done, todo: update(completed=done, total=todo),
             )
     except DamagedCheckpointError as error:
         typer.echo(error, err=True)
@@ -103,9 +102,9 @@ def _function(path: str) -> Names:
             f"--names {path}: {error}: pass MODULE:FUNCTION, of PYTHONPATH or the current folder"
         ) from error
     if not callable(found) and not isinstance(found, weights.Names | Mapping):
-        what = type(found).__name__
         raise CheckpointError(
-            f"--names {path}: {what} is neither a function nor a map of names: pass MODULE:FUNCTION"
+            f"--names {path}: {type(found).__name__} is neither a function nor a map of names: "
+            "pass MODULE:FUNCTION"
         )
     return found  # type: ignore[no-any-return]
 

@@ -13,9 +13,8 @@ from zerojax.cli import terminal
 from zerojax.cli.options import StepOptions
 from zerojax.cli.plan_table import duration
 from zerojax.cli.planned import figures
-from zerojax.cli.planning import compile_only, function_of, mesh_of
+from zerojax.cli.planning import function_of, mesh_of
 from zerojax.cli.problem import wrong_inputs
-from zerojax.cli.terminal import steps_bar
 from zerojax.foresight.choice import Choice, Remat
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
@@ -39,35 +38,26 @@ def run(
 ) -> None:
     """Searches, prints the ranking and writes the config; exits with 3 if nothing fits and with 2
     for bad input. The arguments are the options of the command."""
-    compile_only(asked.devices)
-    with steps_bar() as progress:
-        task = progress.add_task("reading", total=None)
-
-        def note(text: str) -> None:
-            progress.update(task, description=f"compiling {text}")
-
-        def done(modes: int, total: int) -> None:
-            progress.update(task, completed=modes, total=total)
-
-        with wrong_inputs(f"model {asked.model!r} cannot be planned"):
-            mesh, rates = mesh_of(asked)
-            try:
-                fitted = choose(
-                    config,
-                    function := function_of(asked),
-                    train_batch_size=asked.batch,
-                    seq=asked.seq,
-                    mesh=mesh,
-                    rates=rates,
-                    auto=auto,
-                    compiles=compiles,
-                    seconds=60 * minutes,
-                    note=note,
-                    done=done,
-                )
-            except OutOfMemoryError as error:
-                typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
-                raise typer.Exit(3) from None
+    doing = f"model {asked.model!r} cannot be planned"
+    with terminal.steps_bar("reading") as update, wrong_inputs(doing):
+        mesh, rates = mesh_of(asked)
+        try:
+            fitted = choose(
+                config,
+                function := function_of(asked),
+                train_batch_size=asked.batch,
+                seq=asked.seq,
+                mesh=mesh,
+                rates=rates,
+                auto=auto,
+                compiles=compiles,
+                seconds=60 * minutes,
+                note=lambda text: update(description=f"compiling {text}"),
+                done=lambda modes, total: update(completed=modes, total=total),
+            )
+        except OutOfMemoryError as error:
+            typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
+            raise typer.Exit(3) from None
     if fitted.unseen:
         typer.echo(
             f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}), "

@@ -45,13 +45,12 @@ def inspect(
     jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
 
     try:
-        with bytes_bar() as bar:
-            task = bar.add_task("reading", total=None)
+        with bytes_bar("reading") as update:
             inspection = inspected(
                 checkpoint,
                 quick=quick,
                 step=step,
-                progress=lambda done, todo: bar.update(task, completed=done, total=todo),
+                progress=lambda done, todo: update(completed=done, total=todo),
             )
     except CheckpointError as error:
         wrong_input(error)

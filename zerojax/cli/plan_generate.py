@@ -12,7 +12,7 @@ import typer
 from zerojax.api import zero
 from zerojax.cli import terminal
 from zerojax.cli.options import StepOptions
-from zerojax.cli.planning import compile_only, function_of, mesh_of
+from zerojax.cli.planning import function_of, mesh_of
 from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
 from zerojax.config.frozen import quiet
@@ -46,11 +46,12 @@ def run(
     Returns:
       Whether the generation fits.
     """
-    compile_only(asked.devices)
-    with terminal.steps_bar() as progress, wrong_inputs(f"model {asked.model!r} cannot be planned"):
-        progress.add_task("compiling the programs of a generation", total=None)
-        function = function_of(asked)
+    with (
+        terminal.steps_bar("compiling the programs of a generation"),
+        wrong_inputs(f"model {asked.model!r} cannot be planned"),
+    ):
         mesh, rates = mesh_of(asked)
+        function = function_of(asked)
         mesh = arranged(mesh, config)
         rows = asked.batch or batch_devices(mesh)
         module, params = _abstract(function, config, mesh, rows, asked.seq + new)

@@ -13,10 +13,9 @@ from zerojax.cli import plan_picture, terminal
 from zerojax.cli.options import StepOptions
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, values
-from zerojax.cli.planning import compile_only, function_of, mesh_of
+from zerojax.cli.planning import function_of, mesh_of
 from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
-from zerojax.devices.arranged import arranged
 from zerojax.foresight.choice import LIVE
 from zerojax.foresight.gathered import weighed
 from zerojax.foresight.remedies import remedies
@@ -48,7 +47,6 @@ def run(
     Returns:
       Whether the step fits.
     """
-    compile_only(asked.devices)
     with _study(config, asked, remat, policy) as (study, function):
         selected, forecast = study.given, study.forecast(study.given)
         is_auto = any(note.key.endswith(LIVE) and note.value == "auto" for note in config.notes)
@@ -61,7 +59,7 @@ def run(
         )
     implementation = None
     if takes(function, "attention"):
-        decorated = Zero(config, arranged(mesh_of(asked)[0], config))
+        decorated = Zero(config, forecast.plan.mesh)
         implementation = choose_attention(decorated, asked.attention or "auto")
     planned = Planned(
         asked, source, selected, forecast, alternatives, stages, implementation, gathered
@@ -82,7 +80,6 @@ def show_decided(
     config: ZeroConfig, asked: StepOptions, *, remat: bool | None, policy: str | None
 ) -> bool:
     """Prints the collectives of a step, without a compile; returns True."""
-    compile_only(asked.devices)
     with _study(config, asked, remat, policy) as (study, _):
         table = study.collectives(study.given)
     if asked.as_json:
@@ -101,12 +98,11 @@ def _study(
 ) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""
-    with terminal.steps_bar() as progress:
-        task = progress.add_task("reading", total=None)
+    with terminal.steps_bar("reading") as update:
         with wrong_inputs():
+            mesh, rates = mesh_of(asked)
             function = function_of(asked)
             kept = _kept(function, asked.model, remat, policy)
-            mesh, rates = mesh_of(asked)
             study = Study(
                 function,
                 config,
@@ -115,7 +111,7 @@ def _study(
                 rows=asked.batch,
                 seq=asked.seq,
                 remat=kept,
-                note=lambda text: progress.update(task, description=f"compiling {text}"),
+                note=lambda text: update(description=f"compiling {text}"),
             )
         with wrong_inputs(f"model {asked.model!r} cannot be planned"):
             yield study, function

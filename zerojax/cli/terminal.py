@@ -1,10 +1,13 @@
 """Output of the commands: tables and JSON on stdout, progress on stderr."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 from rich import box
 from rich.console import Console
@@ -70,21 +73,27 @@ def as_json(value: object) -> object:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def bytes_bar() -> Progress:
-    """Creates a bar of bytes on stderr, removed at the end; no output unless on a terminal."""
-    return _progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+Update = Callable[..., None]
+"""A function that updates a progress bar: `completed`, `total`, `description`."""
+
+
+def bytes_bar(description: str) -> AbstractContextManager[Update]:
+    """Opens a bar of bytes on stderr, removed at the end; no output unless on a terminal."""
+    return _bar(description, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+
+
+def steps_bar(description: str) -> AbstractContextManager[Update]:
+    """Opens such a bar of a number of steps, which may be unknown."""
+    return _bar(
+        description, SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     )
 
 
-def steps_bar() -> Progress:
-    """Creates a progress bar for a number of steps that may be unknown, and their description."""
-    description = TextColumn("{task.description}", markup=False)
-    return _progress(
-        SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), description
-    )
-
-
-def _progress(*columns: ProgressColumn) -> Progress:
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+@contextlib.contextmanager
+def _bar(description: str, *columns: ProgressColumn) -> Iterator[Update]:
+    text, console = TextColumn("{task.description}", markup=False), Console(stderr=True)
+    is_terminal = sys.stderr.isatty()
+    with Progress(
+        text, *columns, console=console, transient=True, disable=not is_terminal
+    ) as progress:
+        yield functools.partial(progress.update, progress.add_task(description, total=None))

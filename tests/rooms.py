@@ -30,7 +30,6 @@ ROOMS = (
     "generation",
     "trainer",
     "tuning",
-    "doctor",
     "launch",
     "cli",
     "__main__",

@@ -43,7 +43,6 @@ def loaded() -> list[str]:
         "transformers",
         "zerojax.checkpoint",
         "zerojax.cli",
-        "zerojax.doctor",
         "zerojax.models.gpt",
         "zerojax.models.kernels",
     ],

@@ -22,8 +22,7 @@ from benchmarks.measure import create_state_of, train_step_of
 from pallas_kernels import compat
 from pallas_kernels.arguments import Measured
 from zerojax.checkpoint import Checkpointer
-from zerojax.cli.report_table import to_json
-from zerojax.doctor.report import report as reported
+from zerojax.cli.machine import machine
 from zerojax.models.kernels import fused_causal_attention
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 1e-2}
@@ -33,7 +32,7 @@ STEPS = 5
 
 def report() -> dict[str, Any]:
     """``zerojax report``."""
-    return to_json(reported())
+    return dataclasses.asdict(machine())
 
 
 def configs(folder: str) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parents[2] / "zerojax"
 MARK = re.compile(r"^<!-- errors: ([\w ]+) -->$", re.M)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-UNMET = ("doctor",)
-"""Rooms that catch their errors, which become rows of a report."""
 WORDS = 3
 """A shorter text is a name that a message quotes, no message."""
 
@@ -202,7 +200,7 @@ def modules() -> tuple[Module, ...]:
 def entries() -> tuple[Entry, ...]:
     """Returns the messages of zerojax/, each once, by file."""
     found = (entry for module in modules() for entry in module.entries())
-    unlike = {(e.room, e.text): e for e in found if e.room not in UNMET}
+    unlike = {(e.room, e.text): e for e in found}
     # A choice begins no message but a part of one; Exit is the end of a command.
     return tuple(
         e for e in unlike.values() if e.text[0] != "[" and e.kind[-4:] != "Exit"

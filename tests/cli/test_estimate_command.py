@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.estimate_run import assumed_layer, counted
+from zerojax.cli.estimate import assumed_layer, counted
 
 
 def run(*args: str) -> Any:

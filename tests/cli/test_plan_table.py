@@ -8,7 +8,8 @@ import pytest
 from cli.made_up import GB, GIVEN, cost, forecast, planned
 
 from zerojax.cli.plan_table import show
-from zerojax.cli.planned import Planned, to_json
+from zerojax.cli.planned import Planned, values
+from zerojax.cli.terminal import as_json
 from zerojax.devices.rates import rates
 from zerojax.foresight.forecast import Again, Traffic
 from zerojax.foresight.trials import Trial
@@ -62,37 +63,35 @@ def test_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None:
         "pipeline: GPipe, 4 stages, 8 micro-batches in 11 ticks, in 27% of which a stage idles "
         "(the bubble); a stage keeps activations of all of them; 1 GB at a boundary"
     )
-    assert to_json(made)["pipeline"] == {
-        "stages": 4, "micro_batches": 8, "ticks": 11, "bubble": 3 / 11, "boundary": GB,
+    told = values(made)
+    assert told["pipeline"] == {
+        "stages": 4, "micro_batches": 8, "ticks": 11, "bubble": 3 / 11,
     }  # fmt: skip
+    assert told["boundary"] == GB
     assert found.mfu == pytest.approx(forecast().mfu * 8 / 11)  # idle ticks compute for nothing
 
 
 def test_the_json_holds_every_figure() -> None:
-    told = json.loads(json.dumps(to_json(planned())))
+    told = json.loads(json.dumps(as_json(values(planned()))))
     assert told["pipeline"] is None
-    assert told["memory"]["kinds"] == {
+    assert told["memory"] == {
         "parameters": 20 * GB,
         "activations": 10 * GB,
         "logits": 123,
     }
-    memory = told["memory"]
-    assert memory["peak"] == 30 * GB + 123
-    assert memory["device"] == memory["reserve"] + memory["headroom"] + memory["peak"]
+    assert told["peak"] == 30 * GB + 123
+    assert told["rates"]["memory"] == told["reserve"] + told["headroom"] + told["peak"]
     assert told["traffic"][0] == {
         "kind": "all-gather", "dtypes": ["bf16", "f32"], "times": 1234, "bytes": 5 * GB,
-        "between_nodes": 0, "seconds": 0.5, "waited": 0.125, "hidden": 0.75,
+        "between_nodes": 0, "seconds": 0.5, "waited": 0.125,
     }  # fmt: skip
-    assert told["links"] == {
-        "inside": {"name": "NVLink", "speed": 450e9},
-        "between": {"name": "network", "speed": 50e9},
-    }
-    assert told["step"] == {
-        "seconds": 2.0, "tokens": 65536, "tokens_per_second": 32768.0, "mfu": 6e14 / 989e12 / 2,
-    }  # fmt: skip
+    links = told["rates"]["links"]
+    assert (links["name"], links["inside"], links["between"]) == ("NVLink", 450e9, 50e9)
+    assert (told["seconds"], told["tokens"]) == (2.0, 65536)
+    assert (told["tokens_per_second"], told["mfu"]) == (32768.0, 6e14 / 989e12 / 2)
     assert told["choice"] == json.loads(json.dumps(dataclasses.asdict(GIVEN)))
     assert (told["rows"], told["seq"], told["compile_seconds"]) == (64, 1024, 12.0)
-    assert told["devices"] == {"kind": "h100", "count": 8}
+    assert (told["rates"]["kind"], told["devices"]) == ("h100", 8)
     assert told["fits"]
     assert told["remedies"] is None
 
@@ -127,10 +126,10 @@ def test_several_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(lines, "update [1]") == ["1 GB", "250 ms", "12 s"]
     assert "host memory, for each device: 7 GB" in lines
     assert "disk, for each device: 2 GB" in lines
-    told = to_json(planned(found))
-    assert [each["bytes"] for each in told["programs"]] == [30 * GB + 123, GB]
-    assert told["memory"]["program"] == "gradients"
-    assert (told["memory"]["host"], told["memory"]["disk"]) == (7 * GB, 2 * GB)
+    told = values(planned(found))
+    assert told["programs"] == found.programs
+    assert told["program"] == "gradients"
+    assert (told["host_bytes"], told["disk_bytes"]) == (7 * GB, 2 * GB)
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,14 +145,14 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     wanted += '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
     assert row(lines, wanted)[0] == "8 GB"
     assert row(lines, wanted)[2:] == ["1 GB", "3 s"]
-    (remedy,) = to_json(made)["remedies"]
+    (remedy,) = json.loads(json.dumps(as_json(values(made))))["remedies"]
     assert remedy["set"] == [
         "remat: true (an option of the model)",
         '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
     ]
     assert remedy["choice"] == dataclasses.asdict(choice)
-    assert (remedy["peak"], remedy["step"]["seconds"]) == (8 * GB, 3.0)
-    assert not to_json(made)["fits"]
+    assert (remedy["peak"], remedy["seconds"]) == (8 * GB, 3.0)
+    assert not values(made)["fits"]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +164,6 @@ def test_the_fraction_that_jax_is_to_take(
 ) -> None:
     memory = {"activations": int(share * rates(kind).memory)}
     made = planned(forecast(cost(memory=memory), kind=kind))
-    assert to_json(made)["memory"]["mem_fraction"] == fraction
+    assert values(made)["mem_fraction"] == fraction
     said = [s for s in printed(made, capsys) if "XLA_PYTHON_CLIENT_MEM_FRACTION" in s]
     assert [s.rpartition("=")[2] for s in said] == ([f"{fraction:.2f}"] if fraction else [])

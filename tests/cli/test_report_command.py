@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.report_table import show, to_json
-from zerojax.doctor.packages import Extra, Package
-from zerojax.doctor.report import Devices, Report
+from zerojax.cli.machine import Devices, Machine, Package
+from zerojax.cli.report import show
+from zerojax.cli.terminal import as_json
 
 H100 = Devices(
     platform="gpu",
@@ -22,22 +22,14 @@ H100 = Devices(
     driver="PJRT C API, cuda 13000",
     capability="9.0",
 )
-MADE = Report(
+MADE = Machine(
     python="3.12.1 on Linux x86_64",
     devices=(H100,),
-    packages=(
-        Package("jax", "0.12.0", "<0.12", "pip install 'jax[k8s]<0.12'"),
-        Package("optax", None),
-    ),
-    environment={"XLA_FLAGS": "--a=[red]"},
-    extras=(
-        Extra("monitor", False, ("tensorboard>=2.16", "x"), "pip install -e '.[monitor]'"),
-        Extra("export", True),
-    ),
+    packages=(Package("jax", "0.12.0", "<0.12"), Package("optax", None)),
 )
 
 
-def lines(found: Report, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+def lines(found: Machine, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     """The cells of what is printed, by the first of them."""
     show(found)
     printed = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
@@ -45,15 +37,11 @@ def lines(found: Report, capsys: pytest.CaptureFixture[str]) -> dict[str, list[s
 
 
 def test_the_tables_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
-    told, rows = json.loads(json.dumps(to_json(MADE))), lines(MADE, capsys)
+    told, rows = json.loads(json.dumps(as_json(MADE))), lines(MADE, capsys)
     assert rows["python"] == [told["python"]]
     for package in told["packages"]:
-        texts = [package["version"] or "not installed", package["wanted"], package["remedy"]]
+        texts = [package["version"] or "not installed", package["wanted"]]
         assert rows[package["name"]] == [text for text in texts if text]
-    assert rows["XLA_FLAGS"] == [told["environment"]["XLA_FLAGS"]]
-    for extra in told["extras"]:
-        texts = [extra["remedy"], ", ".join(extra["missing"])]
-        assert rows[extra["name"]] == ["yes" if extra["installed"] else "no", *filter(None, texts)]
     (device,) = told["devices"]
     platform, count, says = rows[device["kind"]]
     assert (platform, count) == (device["platform"], str(device["count"]))

@@ -10,8 +10,7 @@ LONG = "device memory, " * 20
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    made = table("what", ">bytes")
-    made.add_row(LONG + "x" * 80, "1")
+    made = table(("what", ">bytes"), [(LONG + "x" * 80, "1")])
     console().print(made)
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     return [line for line in plain.splitlines() if line.strip()]

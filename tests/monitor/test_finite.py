@@ -34,17 +34,17 @@ def test_no_step_is_waited_for(caplog):
         watch.push(step)
     assert not good.wrong.read
     worse.wrong.done = good.wrong.done = True
-    watch.look()
+    watch.drain()
     assert good.wrong.read
     assert not bad.wrong.read
     assert not worse.wrong.read  # in order
     bad.wrong.done = True
-    watch.look()
+    watch.drain()
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("zerojax", logging.WARNING)
     assert record.getMessage().startswith("step 1: loss is no longer finite (NaN or inf)")
     watch.push(worse)
-    watch.look(wait=True)
+    watch.drain(wait=True)
     assert len(caplog.records) == 1
     assert not worse.wrong.read
 
@@ -52,7 +52,7 @@ def test_no_step_is_waited_for(caplog):
 def test_the_end_waits(caplog):
     watch, (bad,) = FiniteWatch(), steps(3)
     watch.push(bad)
-    watch.look(wait=True)
+    watch.drain(wait=True)
     assert "step 0: grad_norm, loss are no longer finite" in caplog.text
 
 

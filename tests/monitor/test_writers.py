@@ -44,9 +44,8 @@ def test_the_key_and_the_path_are_named(tmp_path, section, path, why):
 
 def test_layout_of_csv_files(tmp_path):
     writer = CsvFiles(str(tmp_path / "run" / "job"))
-    writer.write(
-        [("Train/Samples/lr", 0.001, 8), ("a b,c", -1.5, 8), ("Train/Samples/lr", 1e-9, 16)]
-    )
+    writer.write({"Train/Samples/lr": 0.001, "a b,c": -1.5}, 8)
+    writer.write({"Train/Samples/lr": 1e-9}, 16)
     writer.close()
     files = {path.name: path.read_bytes() for path in (tmp_path / "run" / "job").iterdir()}
     assert files == {
@@ -57,7 +56,7 @@ def test_layout_of_csv_files(tmp_path):
 
 def test_a_file_that_is_there_is_continued_without_a_second_header(tmp_path):
     for samples, value in ((8, 1.0), (16, float("nan"))):
-        CsvFiles(str(tmp_path)).write([("loss", value, samples)])
+        CsvFiles(str(tmp_path)).write({"loss": value}, samples)
     assert (tmp_path / "loss.csv").read_bytes() == b"step,loss\r\n8,1.0\r\n16,nan\r\n"
 
 
@@ -65,14 +64,13 @@ def test_a_file_that_is_there_is_continued_without_a_second_header(tmp_path):
 def test_a_full_disk_is_said_with_the_file(tmp_path):
     (tmp_path / "a.csv").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as error:
-        CsvFiles(str(tmp_path)).write([("a", 1.0, 8)])
+        CsvFiles(str(tmp_path)).write({"a": 1.0}, 8)
     assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(tmp_path / "a.csv"))
 
 
-EVENTS = [
-    ("Train/Samples/train_loss", 0.5, 8),
-    ("Train/Samples/lr", 0.001, 8),
-    ("Train/Samples/train_loss", float("inf"), 16),
+STEPS = [
+    ({"Train/Samples/train_loss": 0.5, "Train/Samples/lr": 0.001}, 8),
+    ({"Train/Samples/train_loss": float("inf")}, 16),
 ]
 
 
@@ -81,9 +79,9 @@ def test_event_files_are_read_back(tmp_path):
     module = "tensorboard.backend.event_processing.event_accumulator"
     reader = pytest.importorskip(module, reason=reason)
     folder = str(tmp_path / "run" / "job")
-    for part in (EVENTS[:2], EVENTS[2:]):  # a run that was resumed: two files
+    for figures, samples in STEPS:  # a run that was resumed: two files
         writer = TensorBoardFile(folder)
-        writer.write(part)
+        writer.write(figures, samples)
         writer.close()
     found = reader.EventAccumulator(folder)
     found.Reload()
@@ -126,7 +124,8 @@ def wandb(monkeypatch):
 
 def test_a_wandb_run_of_its_own(wandb):
     run = WandbRun(WandbConfig(project="p", team="t", group="g"))
-    run.write([("loss", 0.5, 8), ("lr", 0.1, 8), ("loss", 0.25, 16)])
+    run.write({"loss": 0.5, "lr": 0.1}, 8)
+    run.write({"loss": 0.25}, 16)
     run.close()
     assert wandb.calls == [
         ("init", {"project": "p", "entity": "t", "group": "g"}),
@@ -139,7 +138,7 @@ def test_a_wandb_run_of_its_own(wandb):
 def test_the_users_wandb_run_is_used_and_left_open(wandb):
     wandb.run = object()
     run = WandbRun(WandbConfig())
-    run.write([("loss", 0.5, 8)])
+    run.write({"loss": 0.5}, 8)
     run.close()
     assert wandb.calls == [("log", {"loss": 0.5}, 8)]
 

@@ -5,11 +5,10 @@ table (or JSON, with `--json`, whose keys the file's first lines describe) and e
 a status that its docstring, the text of `--help`, explains. These files import no JAX, so that help
 and messages on wrong paths come at once. The other files are shared or split off:
 
-- `terminal`: tables and progress bars. `problem`: messages for errors of the input.
+- `terminal`: tables, JSON and progress bars. `problem`: messages for errors of the input.
 - `options`: options that several commands have, and checks of paths.
-- `estimate_run`, `fit_run`, `plan_run`: the work of a command, with JAX. `planning`: functions that
-  `plan` and `fit` share.
-- `inspect_table`, `report_table`: the output of a command.
-- `planned`: the results of `plan`; `plan_table`, `plan_picture`, `plan_collectives`: their output.
-- `launch_cluster`: `launch` on Slurm or Kubernetes.
+- `fit_run`, `plan_run`, `plan_generate`: the work of a command, with JAX. `planning`: functions
+  that `plan` and `fit` share.
+- `planned`: the results of `plan`; `plan_table`, `plan_picture`: their output.
+- `inspect_table`: the output of `inspect`. `machine`: what `report` finds.
 """

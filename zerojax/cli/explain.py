@@ -8,16 +8,16 @@
 """
 
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from zerojax.cli import terminal
 from zerojax.cli.options import AsJson, wrong_input
@@ -69,36 +69,13 @@ def explain(
     except ConfigError as error:
         wrong_input(error)
     if as_json:
-        print(json.dumps(to_json(str(config), explanation), indent=2, default=str))
+        rows = [row._asdict() for row in explanation.rows]
+        keys = [{name: x for name, x in row.items() if x is not NOT_GIVEN} for row in rows]
+        terminal.print_json({"config": config, "keys": keys, "problems": explanation.problems})
     else:
         show(str(config), explanation)
     if explanation.problems:
         raise typer.Exit(2)
-
-
-def to_json(source: str, found: Explanation) -> dict[str, Any]:
-    """Returns the table as JSON values; rows of keys that CONFIG does not have lack `given`.
-
-    Example:
-      >>> from zerojax.config.explain import Row
-      >>> row = Row("gradient_clipping", NOT_GIVEN, 1.0, "default", "DeepSpeed's")
-      >>> to_json("a.json", Explanation((row,), ()))["keys"]
-      [{'key': 'gradient_clipping', 'resolved': 1.0, 'became': 'default', 'why': "DeepSpeed's"}]
-    """
-    rows = [
-        {name: _finite(value) for name, value in row._asdict().items() if value is not NOT_GIVEN}
-        for row in found.rows
-    ]
-    return {"config": source, "keys": rows, "problems": list(found.problems)}
-
-
-def _finite(value: object) -> object:
-    """Replaces numbers that JSON lacks by strings, such as the infinity that 1e999 reads as."""
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(source: str, found: Explanation) -> None:
@@ -116,22 +93,20 @@ def show(source: str, found: Explanation) -> None:
 
 
 def _table(rows: Sequence[Row], grouped: bool) -> Table:
-    """Builds the table; if grouped, a section's name is a row above its keys: lines stay short."""
-    table = terminal.table("key", "given", "resolved")
-    table.add_column("became", no_wrap=True)
-    table.add_column("why")
+    """Returns the table; if grouped, a section's name is a row above its keys: lines stay short."""
+    cells: list[tuple[str | Text, ...]] = []
     previous_section = ""
     for row in rows:
         section, _, name = row.key.rpartition(".")
         if grouped and section and section != previous_section:
-            table.add_row(f"[bold]{escape(section)}[/]")
+            cells.append((Text(section, style="bold"),))
         previous_section = section
         key = f"  {name}" if grouped and section else row.key
         given = "" if row.given is NOT_GIVEN else as_text(row.given, 40)
         resolved = "" if row.resolved is None else as_text(row.resolved, 40)
-        became = f"[{STYLES[row.became]}]{row.became}[/]"
-        table.add_row(escape(key), escape(given), escape(resolved), became, escape(row.why))
-    return table
+        became = Text(row.became, style=STYLES[row.became], no_wrap=True)
+        cells.append((key, given, resolved, became, row.why))
+    return terminal.table(("key", "given", "resolved", "became", "why"), cells)
 
 
 def stand_ins(given: list[str]) -> dict[str, object] | None:

@@ -12,8 +12,7 @@
 
 from __future__ import annotations
 
-import importlib
-import json
+import pkgutil
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
-from zerojax.cli.terminal import bytes_bar
+from zerojax.cli.terminal import bytes_bar, print_json
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.naming import Names
@@ -67,8 +66,7 @@ def export(
 
     start = time.perf_counter()
     try:
-        with bytes_bar() as bar:
-            task = bar.add_task("writing", total=None)
+        with bytes_bar("writing") as update:
             found = exported(
                 checkpoint,
                 out,
@@ -76,7 +74,7 @@ def export(
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 names=_function(names) if names else None,
-                progress=lambda done, todo: bar.update(task, completed=done, total=todo),
+                progress=lambda done, todo: update(completed=done, total=todo),
             )
     except DamagedCheckpointError as error:
         typer.echo(error, err=True)
@@ -85,8 +83,7 @@ def export(
         wrong_input(error)
     seconds = time.perf_counter() - start
     if as_json:
-        written = found._asdict() | {"out": out, "seconds": seconds}
-        print(json.dumps(written, indent=2))
+        print_json(found._asdict() | {"out": out, "seconds": seconds})
         return
     typer.echo(
         f"{out}: {_count(len(found.files), 'file')}, {_count(found.tensors, 'tensor')}, "
@@ -98,17 +95,17 @@ def _function(path: str) -> Names:
     from zerojax import weights
     from zerojax.checkpoint import CheckpointError
 
-    module, _, name = path.partition(":")
-    module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"--names {path}: {error}: pass MODULE:FUNCTION, of PYTHONPATH or the current folder"
         ) from error
     if not callable(found) and not isinstance(found, weights.Names | Mapping):
-        what = type(found).__name__
-        raise CheckpointError(f"--names {path}: {what} is neither a function nor a map of names")
+        raise CheckpointError(
+            f"--names {path}: {type(found).__name__} is neither a function nor a map of names: "
+            "pass MODULE:FUNCTION"
+        )
     return found  # type: ignore[no-any-return]
 
 

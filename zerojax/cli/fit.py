@@ -2,8 +2,7 @@
 
 `--json` prints an object with these keys:
 
-- `ranking`: The choices that fit, the fastest first: choice, tokens_per_second, mfu, seconds, peak,
-  headroom, host and stay_gathered in bytes, computed_again, bytes_again and seconds_again.
+- `ranking`: The choices that fit, the fastest first: choice, and its figures as in `plan --json`.
 - `config`: The fastest choice as a DeepSpeed config.
 """
 

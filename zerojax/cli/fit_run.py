@@ -10,13 +10,12 @@ from pathlib import Path
 import typer
 
 from zerojax.cli import terminal
-from zerojax.cli.options import StepOptions, wrong_input
+from zerojax.cli.options import StepOptions
 from zerojax.cli.plan_table import duration
-from zerojax.cli.planning import compile_only, function_of, mesh_of
-from zerojax.cli.problem import explain_error
-from zerojax.cli.terminal import steps_bar
+from zerojax.cli.planned import figures
+from zerojax.cli.planning import function_of, mesh_of
+from zerojax.cli.problem import wrong_inputs
 from zerojax.foresight.choice import Choice, Remat
-from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
 from zerojax.models.registry import takes, takes_policy
@@ -39,18 +38,10 @@ def run(
 ) -> None:
     """Searches, prints the ranking and writes the config; exits with 3 if nothing fits and with 2
     for bad input. The arguments are the options of the command."""
-    compile_only(asked.devices)
-    with steps_bar() as progress:
-        task = progress.add_task("reading", total=None)
-
-        def note(text: str) -> None:
-            progress.update(task, description=f"compiling {text}")
-
-        def done(modes: int, total: int) -> None:
-            progress.update(task, completed=modes, total=total)
-
+    doing = f"model {asked.model!r} cannot be planned"
+    with terminal.steps_bar("reading") as update, wrong_inputs(doing):
+        mesh, rates = mesh_of(asked)
         try:
-            mesh, rates = mesh_of(asked)
             fitted = choose(
                 config,
                 function := function_of(asked),
@@ -61,18 +52,12 @@ def run(
                 auto=auto,
                 compiles=compiles,
                 seconds=60 * minutes,
-                note=note,
-                done=done,
+                note=lambda text: update(description=f"compiling {text}"),
+                done=lambda modes, total: update(completed=modes, total=total),
             )
         except OutOfMemoryError as error:
             typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
             raise typer.Exit(3) from None
-        except Exception as error:
-            if (
-                message := explain_error(error, f"model {asked.model!r} cannot be planned")
-            ) is None:
-                raise
-            wrong_input(message)
     if fitted.unseen:
         typer.echo(
             f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}), "
@@ -80,8 +65,8 @@ def run(
             err=True,
         )
     if asked.as_json:
-        ranking = [_row(each) for each in fitted.ranking]
-        print(json.dumps({"ranking": ranking, "config": fitted.config}, indent=2))
+        ranking = [*map(figures, fitted.ranking)]
+        terminal.print_json({"ranking": ranking, "config": fitted.config})
     else:
         _show(
             _best(fitted.ranking), f"{asked.model} on {asked.devices}, {asked.seq} tokens in a row"
@@ -131,54 +116,38 @@ def _best(ranking: Sequence[Trial]) -> list[Trial]:
     return list(first.values())
 
 
-def _row(trial: Trial) -> dict[str, object]:
-    forecast = trial.forecast
-    return {
-        "choice": dataclasses.asdict(trial.choice),
-        "stay_gathered": forecast.plan.live.bytes,
-        "tokens_per_second": trial.tokens_per_second,
-        "mfu": forecast.mfu,
-        "peak": forecast.peak.bytes,
-        "headroom": forecast.headroom,
-        "host": forecast.host_bytes,
-        "seconds": forecast.seconds,
-        "computed_again": sum(each.again.instructions for each in forecast.programs),
-        "bytes_again": forecast.bytes_again,
-        "seconds_again": forecast.seconds_again,
-    }
-
-
 def _show(trials: Sequence[Trial], title: str) -> None:
-    settings = ["stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered"]
     has_stages = any(trial.choice.pipeline > 1 for trial in trials)
-    settings += ["pipeline"] if has_stages else []
     repeats = any(trial.forecast.bytes_again for trial in trials)
-    table = terminal.table(
-        *settings, ">tokens/s", ">MFU", ">device memory", ">host memory",
-        *([">XLA repeats"] if repeats else ()),
+    heads = (
+        "stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered",
+        *(["pipeline"] if has_stages else ()), ">tokens/s", ">MFU", ">device memory",
+        ">host memory", *([">XLA repeats"] if repeats else ()),
     )  # fmt: skip
-    table.title, table.title_justify = title, "left"
+    rows = []
     for trial in trials:
         choice, forecast = trial.choice, trial.forecast
-        table.add_row(
-            str(choice.stage),
-            str(choice.micro),
-            str(choice.accumulation),
-            REMAT.get(choice.remat, str(choice.remat)),
-            choice.offload,
-            size(forecast.plan.live.bytes) if forecast.plan.live else "",
-            *([f"{choice.pipeline} stages" if choice.pipeline > 1 else ""] if has_stages else ()),
-            f"{trial.tokens_per_second:,.0f}",
-            f"{forecast.mfu:.1%}",
-            size(forecast.peak.bytes),
-            size(forecast.host_bytes),
-            *([_repeated(forecast)] if repeats else ()),
+        again = f"{size(forecast.bytes_again)}, {duration(forecast.seconds_again)}"
+        rows.append(
+            (
+                str(choice.stage),
+                str(choice.micro),
+                str(choice.accumulation),
+                REMAT.get(choice.remat, str(choice.remat)),
+                choice.offload,
+                size(forecast.plan.live.bytes) if forecast.plan.live else "",
+                *(
+                    [f"{choice.pipeline} stages" if choice.pipeline > 1 else ""]
+                    if has_stages
+                    else ()
+                ),
+                f"{trial.tokens_per_second:,.0f}",
+                f"{forecast.mfu:.1%}",
+                size(forecast.peak.bytes),
+                size(forecast.host_bytes),
+                *([again if forecast.bytes_again else ""] if repeats else ()),
+            )
         )
+    table = terminal.table(heads, rows)
+    table.title, table.title_justify = title, "left"
     terminal.console().print(table)
-
-
-def _repeated(forecast: Forecast) -> str:
-    """Formats the values that XLA computes again to save memory: their bytes and their time."""
-    if not forecast.bytes_again:
-        return ""
-    return f"{size(forecast.bytes_again)}, {duration(forecast.seconds_again)}"

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -41,23 +40,22 @@ def inspect(
 
     from zerojax.checkpoint import CheckpointError
     from zerojax.checkpoint.inspection import inspect as inspected
-    from zerojax.cli.inspect_table import show, to_json
+    from zerojax.cli.inspect_table import print_json, show
 
     jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
 
     try:
-        with bytes_bar() as bar:
-            task = bar.add_task("reading", total=None)
+        with bytes_bar("reading") as update:
             inspection = inspected(
                 checkpoint,
                 quick=quick,
                 step=step,
-                progress=lambda done, todo: bar.update(task, completed=done, total=todo),
+                progress=lambda done, todo: update(completed=done, total=todo),
             )
     except CheckpointError as error:
         wrong_input(error)
     if as_json:
-        print(json.dumps(to_json(inspection, leaves=leaves), indent=2))
+        print_json(inspection, leaves=leaves)
     else:
         show(inspection, leaves=leaves, only_one_step=step is not None)
     if inspection.damaged:

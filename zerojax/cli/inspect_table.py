@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from zerojax.cli import terminal
 from zerojax.plan.table import columns, size
@@ -21,45 +22,31 @@ STYLES: dict[Status, str] = {
     "damaged": "bold red",
 }
 
+RECORDED = ("stage", "compute_dtype", "mesh", "devices", "processes", "versions", "metrics")
+"""The fields of a step's record that the JSON has."""
+
 SHOWN = 20
 """The most problems of a step that are printed."""
 
 
-def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
-    """Returns the contents of the tables as JSON values, for every step."""
+def print_json(found: Inspection, *, leaves: bool = False) -> None:
+    """Prints the contents of the tables as JSON, for every step."""
     newest = found.newest_intact
-    return {
-        "checkpoint": found.checkpoint,
-        "newest_intact": newest.step if newest else None,
-        "unfinished": list(found.unfinished),
-        "deleted": list(found.deleted),
-        "steps": [_json(step, leaves) for step in found.steps],
-    }
+    terminal.print_json(
+        dataclasses.asdict(dataclasses.replace(found, steps=()))
+        | {"newest_intact": newest.step if newest else None}
+        | {"steps": [_values(step, leaves) for step in found.steps]}
+    )
 
 
-def _json(step: InspectedStep, leaves: bool) -> dict[str, object]:
-    values: dict[str, object] = {
-        "step": step.step,
-        "folder": step.folder,
-        "status": step.status,
-        "saved": step.saved,
-        "form": step.form,
-        "arrays": len(step.arrays),
-        "bytes": step.sizes,
-        "bytes_by_dtype": step.dtypes,
-        "bytes_on_disk": step.bytes_on_disk,
-        "problems": list(step.problems),
-        "notes": list(step.notes),
-    }
-    if record := step.record:
-        values |= record.model_dump(
-            include={"stage", "compute_dtype", "mesh", "devices", "processes", "versions"}
-        )
-        values["metrics"] = {
-            name: x if math.isfinite(x) else str(x) for name, x in (record.metrics or {}).items()
-        }
+def _values(step: InspectedStep, leaves: bool) -> dict[str, object]:
+    names = ("step", "folder", "status", "saved", "form", "bytes_on_disk", "problems", "notes")
+    values: dict[str, object] = {name: getattr(step, name) for name in names}
+    values |= {"arrays": len(step.arrays), "bytes": step.sizes, "bytes_by_dtype": step.dtypes}
+    if step.record:
+        values |= step.record.model_dump(include={*RECORDED})
     if leaves:
-        values["leaves"] = [vars(array) for array in step.arrays]
+        values["leaves"] = step.arrays
     return values
 
 
@@ -136,32 +123,37 @@ def _about(step: InspectedStep) -> list[tuple[str, str]]:
 
 def _table(found: Inspection) -> Table:
     heads = ("step", "saved, UTC", "status", ">arrays", ">bytes", ">on disk", ">problems")
-    table = terminal.table(*heads)
-    for step in found.steps:
-        table.add_row(
-            escape(step.folder if step.step is None else str(step.step)),
-            (step.saved or "")[:16].replace("T", " "),
-            f"[{STYLES[step.status]}]{step.status}[/]",
-            f"{len(step.arrays):,}",
-            size(sum(step.sizes.values())),
-            size(step.bytes_on_disk),
-            f"[red]{len(step.problems):,}[/]" if step.problems else "",
-        )
-    return table
+    return terminal.table(
+        heads,
+        (
+            (
+                step.folder if step.step is None else str(step.step),
+                (step.saved or "")[:16].replace("T", " "),
+                Text(step.status, style=STYLES[step.status]),
+                f"{len(step.arrays):,}",
+                size(sum(step.sizes.values())),
+                size(step.bytes_on_disk),
+                Text(f"{len(step.problems):,}" if step.problems else "", style="red"),
+            )
+            for step in found.steps
+        ),
+    )
 
 
 def _leaves(step: InspectedStep) -> Table:
-    table = terminal.table("array", "shape", "dtype", "spec", ">bytes")
-    for array in step.arrays:
-        spec = "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})"
-        table.add_row(
-            escape(array.name),
-            "x".join(map(str, array.shape)) or "scalar",
-            array.dtype,
-            spec,
-            size(array.bytes),
-        )
-    return table
+    return terminal.table(
+        ("array", "shape", "dtype", "spec", ">bytes"),
+        (
+            (
+                array.name,
+                "x".join(map(str, array.shape)) or "scalar",
+                array.dtype,
+                "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})",
+                size(array.bytes),
+            )
+            for array in step.arrays
+        ),
+    )
 
 
 def _entry(entry: object) -> str:

@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 
-from zerojax.cli.launch_cluster import Cluster, start
 from zerojax.distributed.gpus import Gpu
+from zerojax.launch import kubernetes as kubernetes_jobs
 from zerojax.launch import local, mpi
+from zerojax.launch import slurm as slurm_jobs
 from zerojax.launch.descent import guarded
 from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.gpus import gpus
@@ -97,7 +98,10 @@ def launch(
                     "launch",
                     err=True,
                 )
-        cluster = Cluster(slurm, kubernetes)
+        if slurm is not None and kubernetes is not None:
+            raise UsageError("--slurm and --kubernetes are both given: remove one")
+        cluster = None if kubernetes is None else "--kubernetes"
+        cluster = cluster if slurm is None else "--slurm"
         words = words if kubernetes is not None else checked_script(words)
         job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
         if config_file is not None:
@@ -109,18 +113,28 @@ def launch(
             environ = {**settings.environ, **environ}
             nproc_per_node = nproc_per_node or settings.nproc_per_node
             num_nodes = num_nodes or settings.num_nodes
-            if not cluster.chosen() and hostfile is None:
+            if cluster is None and hostfile is None:
                 hostfile, coordinator = settings.hostfile, coordinator or settings.coordinator
                 node_rank = settings.node_rank if node_rank is None else node_rank
-        if cluster.chosen():
+        if cluster is not None:
             placement = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
             if any(option is not None for option in placement):
                 raise UsageError(
-                    f"{cluster.chosen()} places the processes: remove --hostfile, --include, "
+                    f"{cluster} places the processes: remove --hostfile, --include, "
                     "--exclude, --node-rank, --coordinator and --mpi"
                 )
-            status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
-            raise typer.Exit(status)
+            if nproc_per_node is None or not re.fullmatch("[1-9][0-9]{0,5}", nproc_per_node):
+                raise UsageError(f"{cluster} needs --nproc-per-node, for each machine")
+            machines = num_nodes or 1, int(nproc_per_node)
+            if kubernetes is not None:
+                jobset = kubernetes_jobs.manifest(job, kubernetes, *machines, environ)
+                print(kubernetes_jobs.as_yaml(jobset), end="")
+                return
+            batch = slurm_jobs.batch_script(job, *machines, slurm or "", environ)
+            if not dry_run:
+                raise typer.Exit(slurm_jobs.submit(batch, environ))
+            print(batch, end="")
+            return
         find_gpus = cache(lambda: gpus(environ))  # nvidia-smi may take seconds
         hosts = None
         if hostfile is not None:

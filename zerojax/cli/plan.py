@@ -3,32 +3,47 @@
 `--json` prints an object with these keys:
 
 - `model`: As given.
-- `parameters`: Their number.
 - `config`: The path.
-- `devices`: kind and count.
+- `devices`: Their number; their kind is in rates.
 - `mesh`: The size of each axis.
 - `rows`: Rows of an update, over all devices.
 - `seq`: Tokens in a row.
 - `attention`: The implementation; null for a model that has its own.
+- `pipeline`: stages, micro_batches, ticks, bubble; null without stages.
+- `parameters`: Their number.
 - `choice`: The settings of the config that decide memory: stage, micro, accumulation, remat,
-  offload, live, xla; pipeline is for `fit`.
-- `pipeline`: stages, micro_batches, ticks, bubble, boundary; null without stages.
+  offload, live; pipeline is for `fit`.
 - `fits`: Whether the step fits.
-- `memory`: Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, program,
-  mem_fraction, recomputes_above.
-- `stay_gathered`: Parameters that stay gathered at stage 3, and the weighed options.
-- `programs`: One object a program: name, memory, bytes, host, times, seconds, computed_again,
-  bytes_again, seconds_again, compile_seconds.
-- `links`: Bytes a second inside a node and between nodes.
-- `traffic`: One object a kind of collective: kind, dtypes, times, bytes, between_nodes, seconds,
-  hidden.
-- `step`: seconds, tokens, tokens_per_second and mfu; null if a program does not fit.
-- `assumed`: The shares of the peak rates that are assumed.
+- `is_complete`: Whether every program was compiled; without them no figure of time is there.
+- `memory`: Bytes of a device at the peak, by kind.
+- `peak`: Their sum.
+- `program`: The program that has the peak.
+- `headroom`: Bytes of a device that are left at the peak.
+- `recomputes_above`: Bytes above which XLA computes values again.
+- `host_bytes`: Host memory for each device.
+- `disk_bytes`: Disk space for each device.
+- `stay_gathered`: elements, bytes and saved, of the parameters that stay gathered at stage 3.
+- `seconds`: Predicted time of a step.
+- `tokens`: Tokens in a step.
+- `tokens_per_second`: Over all devices.
+- `mfu`: Model FLOPs utilization.
+- `bytes_again`: Bytes of the values that XLA computes again to save memory.
+- `seconds_again`: The part of the time that these take.
+- `boundary`: Bytes of the largest array that pipeline stages send.
+- `reserve`: Bytes of a device that no step can use.
+- `mem_fraction`: XLA_PYTHON_CLIENT_MEM_FRACTION for the step; null if JAX's default suffices.
+- `programs`: The fields of zerojax.foresight.forecast.ProgramCost, for each program.
+- `traffic`: The fields of zerojax.foresight.forecast.Traffic, for each kind of collective or copy.
+- `rates`: The fields of zerojax.devices.rates.Rates.
+- `weighed`: The figures of each option that an "auto" was chosen from.
+- `remedies`: set and the figures of each choice that fits; null if none were searched for.
+- `stages`: Memory by kind for each stage, with --picture.
 - `compile_seconds`: Seconds of all compiles.
-- `remedies`: Settings that fit; null if none were searched for.
-- `stages`: Memory by stage, with --picture.
-- `generation`: With --generate, the only key: fits, peak, tokens_per_second, least_seconds, and the
-  fields of zerojax.generation.forecast.GenerationForecast.
+- `collectives`: With --collectives, one object a collective.
+- `bytes_a_step`: With --collectives, bytes that each device sends, by kind; there is no other key.
+- `generation`: With --generate, the only key: rows, prompt, new, fits, peak, on_host,
+  tokens_per_second, least_seconds, and the fields of
+  zerojax.generation.forecast.GenerationForecast.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,21 +10,24 @@ import jax
 import typer
 
 from zerojax.api import zero
-from zerojax.cli.options import StepOptions, wrong_input
-from zerojax.cli.planning import compile_only, function_of, mesh_of
-from zerojax.cli.problem import explain_error
-from zerojax.cli.terminal import spinner
+from zerojax.cli import terminal
+from zerojax.cli.options import StepOptions
+from zerojax.cli.planning import function_of, mesh_of
+from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.arranged import arranged
 from zerojax.devices.mesh import batch_devices
-from zerojax.generation.forecast import Batch, GenerationForecast, forecast
+from zerojax.generation.forecast import Batch, forecast
 from zerojax.generation.weights import Weights
 from zerojax.models.registry import bound
 from zerojax.plan.table import size
 from zerojax.quantize import quantize_weights
 from zerojax.tuning.study import check_axes
 from zerojax.tuning.workload import Workload, workload
+
+RESULTS = ("on_host", "fits", "peak", "tokens_per_second", "least_seconds")
+"""The properties of a forecast that are figures."""
 
 
 def run(
@@ -44,26 +46,22 @@ def run(
     Returns:
       Whether the generation fits.
     """
-    compile_only(asked.devices)
-    with spinner() as progress:
-        progress.add_task("compiling the programs of a generation", total=None)
-        try:
-            function = function_of(asked)
-            mesh, rates = mesh_of(asked)
-            mesh = arranged(mesh, config)
-            rows = asked.batch or batch_devices(mesh)
-            module, params = _abstract(function, config, mesh, rows, asked.seq + new)
-            if bits is not None:
-                params = quantize_weights(params, bits)
-            batch = Batch(rows, asked.seq, new)
-            found = forecast(module, params, batch, mesh=mesh, rates=rates, weights=weights)
-        except Exception as error:
-            message = explain_error(error, f"model {asked.model!r} cannot be planned")
-            if message is None:
-                raise
-            wrong_input(message)
+    with (
+        terminal.steps_bar("compiling the programs of a generation"),
+        wrong_inputs(f"model {asked.model!r} cannot be planned"),
+    ):
+        mesh, rates = mesh_of(asked)
+        function = function_of(asked)
+        mesh = arranged(mesh, config)
+        rows = asked.batch or batch_devices(mesh)
+        module, params = _abstract(function, config, mesh, rows, asked.seq + new)
+        if bits is not None:
+            params = quantize_weights(params, bits)
+        batch = Batch(rows, asked.seq, new)
+        found = forecast(module, params, batch, mesh=mesh, rates=rates, weights=weights)
     if asked.as_json:
-        typer.echo(json.dumps({"generation": to_json(found)}, indent=2))
+        results = {name: getattr(found, name) for name in RESULTS}
+        terminal.print_json({"generation": dataclasses.asdict(batch) | vars(found) | results})
     else:
         over = found.peak - found.rates.room
         typer.echo(found)
@@ -95,10 +93,3 @@ def _abstract(
     if model is None:
         raise TypeError("--generate needs zerojax.Workload(..., model=model), a flax model")
     return model, state.params
-
-
-def to_json(found: GenerationForecast) -> dict[str, Any]:
-    """Returns the fields of a forecast, and the results from them, as JSON values."""
-    results = ("on_host", "fits", "peak", "tokens_per_second", "least_seconds")
-    fields = dataclasses.asdict(found)
-    return {**fields.pop("batch"), **fields, **{name: getattr(found, name) for name in results}}

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import typer
 
 from zerojax.api import Zero
-from zerojax.cli import plan_picture
-from zerojax.cli.options import StepOptions, wrong_input
-from zerojax.cli.plan_collectives import show_collectives
+from zerojax.cli import plan_picture, terminal
+from zerojax.cli.options import StepOptions
 from zerojax.cli.plan_table import show
-from zerojax.cli.planned import Planned, to_json
-from zerojax.cli.planning import compile_only, function_of, mesh_of
-from zerojax.cli.problem import explain_error
-from zerojax.cli.terminal import spinner
+from zerojax.cli.planned import Planned, values
+from zerojax.cli.planning import function_of, mesh_of
+from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
-from zerojax.devices.arranged import arranged
 from zerojax.foresight.choice import LIVE
 from zerojax.foresight.gathered import weighed
 from zerojax.foresight.remedies import remedies
 from zerojax.models.attention import choose_attention
 from zerojax.models.registry import takes, takes_policy
 from zerojax.offload.activations import remat_policy
+from zerojax.plan.table import size
+from zerojax.step.collectives_table import HEADS, RIGHT
 from zerojax.tuning.study import Study
 
 
@@ -49,7 +47,6 @@ def run(
     Returns:
       Whether the step fits.
     """
-    compile_only(asked.devices)
     with _study(config, asked, remat, policy) as (study, function):
         selected, forecast = study.given, study.forecast(study.given)
         is_auto = any(note.key.endswith(LIVE) and note.value == "auto" for note in config.notes)
@@ -62,7 +59,7 @@ def run(
         )
     implementation = None
     if takes(function, "attention"):
-        decorated = Zero(config, arranged(mesh_of(asked)[0], config))
+        decorated = Zero(config, forecast.plan.mesh)
         implementation = choose_attention(decorated, asked.attention or "auto")
     planned = Planned(
         asked, source, selected, forecast, alternatives, stages, implementation, gathered
@@ -73,7 +70,7 @@ def run(
         for sentence in refused:
             typer.echo(sentence, err=True)
     if asked.as_json:
-        print(json.dumps(to_json(planned), indent=2))
+        terminal.print_json(values(planned))
     else:
         show(planned)
     return planned.forecast.fits
@@ -83,9 +80,15 @@ def show_decided(
     config: ZeroConfig, asked: StepOptions, *, remat: bool | None, policy: str | None
 ) -> bool:
     """Prints the collectives of a step, without a compile; returns True."""
-    compile_only(asked.devices)
     with _study(config, asked, remat, policy) as (study, _):
-        show_collectives(study.collectives(study.given), as_json=asked.as_json)
+        table = study.collectives(study.given)
+    if asked.as_json:
+        terminal.print_json({"collectives": table.rows, "bytes_a_step": table.bytes_by_kind()})
+        return True
+    heads = (f">{head}" if i in RIGHT else head for i, head in enumerate(HEADS))
+    terminal.console().print(terminal.table(heads, table.cells()[1:]))
+    for kind, n in table.bytes_by_kind().items():
+        typer.echo(f"{kind}: each device sends {size(n)} a step")
     return True
 
 
@@ -95,16 +98,11 @@ def _study(
 ) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""
-    with spinner() as progress:
-        task = progress.add_task("reading", total=None)
-
-        def note(text: str) -> None:
-            progress.update(task, description=f"compiling {text}")
-
-        try:
+    with terminal.steps_bar("reading") as update:
+        with wrong_inputs():
+            mesh, rates = mesh_of(asked)
             function = function_of(asked)
             kept = _kept(function, asked.model, remat, policy)
-            mesh, rates = mesh_of(asked)
             study = Study(
                 function,
                 config,
@@ -113,17 +111,10 @@ def _study(
                 rows=asked.batch,
                 seq=asked.seq,
                 remat=kept,
-                note=note,
+                note=lambda text: update(description=f"compiling {text}"),
             )
-        except (ValueError, ImportError, RuntimeError) as error:
-            wrong_input(explain_error(error) or str(error))
-        try:
+        with wrong_inputs(f"model {asked.model!r} cannot be planned"):
             yield study, function
-        except Exception as error:
-            message = explain_error(error, f"model {asked.model!r} cannot be planned")
-            if message is None:
-                raise
-            wrong_input(message)
 
 
 def _kept(

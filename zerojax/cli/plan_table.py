@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import LIVE, Remat, changes
 from zerojax.foresight.forecast import Forecast
+from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
 
 _BAR = 24
@@ -30,24 +30,31 @@ ATTENTION: dict[str | None, str] = {
 def show(planned: Planned) -> None:
     """Prints the needs of a step and, if searched for, the settings with which it fits."""
     console = terminal.console()
+    for part in _parts(planned, "█" if console.encoding.startswith("utf") else "#"):
+        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=True)
+
+
+def _parts(planned: Planned, mark: str) -> Iterator[str | Text | Table]:
+    """Yields lines and tables; `mark` draws the bars."""
     forecast = planned.forecast
-    for line in _title(planned):
-        console.print(escape(line), soft_wrap=True)
-    console.print(_memory(planned, "█" if console.encoding.startswith("utf") else "#"))
+    yield from _title(planned)
+    yield _memory(planned, mark)
     if len(forecast.programs) > 1:
-        console.print(_programs(planned))
-    for line in _about_memory(planned):
-        console.print(escape(line), soft_wrap=True)
+        yield _programs(forecast)
+    yield from _about_memory(planned)
     if forecast.traffic:
-        console.print(_traffic(planned))
-    for line in _about_links(planned):
-        console.print(escape(line), soft_wrap=True)
-    for line in _about_time(planned):
-        console.print(escape(line), soft_wrap=True)
+        yield _traffic(forecast)
+    yield from _about_time(forecast)
     if planned.gathered:
-        console.print(_gathered(planned))
-    if planned.remedies is not None:
-        _remedies(console, planned)
+        yield _gathered(planned)
+    if planned.remedies:
+        yield "\nWhat fits, cheapest first, each compiled:"
+        yield _remedies(planned, planned.remedies)
+    elif planned.remedies is not None:
+        yield Text.from_markup(
+            "[bold red]No other setting of this batch that was compiled fits:[/] take more "
+            "devices, fewer rows (--batch) or fewer tokens (--seq)"
+        )
 
 
 def duration(seconds: float) -> str:
@@ -103,7 +110,7 @@ def _memory(planned: Planned, mark: str) -> Table:
     def bar(n: int) -> str:
         return mark * round(n * width)
 
-    table = terminal.table("memory of a device", ">bytes", "")
+    table = terminal.table(("memory of a device", ">bytes", ""))
     for kind in KINDS:
         if kind in peak.memory:
             table.add_row(kind, size(peak.memory[kind]), bar(peak.memory[kind]))
@@ -118,18 +125,20 @@ def _memory(planned: Planned, mark: str) -> Table:
     return table
 
 
-def _programs(planned: Planned) -> Table:
-    forecast = planned.forecast
-    table = terminal.table("program", ">memory of a device", ">time", ">compile", "")
-    for each in forecast.programs:
-        table.add_row(
-            escape(each.name),
-            size(each.bytes),
-            duration(each.seconds),
-            duration(each.compile.seconds),
-            "the peak above" if each is forecast.peak else "",
-        )
-    return table
+def _programs(forecast: Forecast) -> Table:
+    return terminal.table(
+        ("program", ">memory of a device", ">time", ">compile", ""),
+        (
+            (
+                each.name,
+                size(each.bytes),
+                duration(each.seconds),
+                duration(each.compile.seconds),
+                "the peak above" if each is forecast.peak else "",
+            )
+            for each in forecast.programs
+        ),
+    )
 
 
 def _about_memory(planned: Planned) -> Iterator[str]:
@@ -178,36 +187,33 @@ def _about_recomputing(planned: Planned) -> Iterator[str]:
         )
 
 
-def _traffic(planned: Planned) -> Table:
-    traffic = planned.forecast.traffic
-    node_columns = [">between nodes"] if any(each.between_nodes for each in traffic) else []
-    table = terminal.table(
-        "traffic of a step", "dtypes", ">times", ">sent a device", *node_columns, ">time", ">hidden"
+def _traffic(forecast: Forecast) -> Table:
+    crosses = any(each.between_nodes for each in forecast.traffic)
+    heads = ("traffic of a step", "dtypes", ">times", ">sent a device")
+    return terminal.table(
+        (*heads, *([">between nodes"] if crosses else ()), ">time", ">hidden"),
+        (
+            (
+                each.kind,
+                ", ".join(each.dtypes),
+                f"{each.times:,}",
+                size(each.bytes),
+                *([size(each.between_nodes)] if crosses else ()),
+                duration(each.seconds),
+                f"{each.hidden:.0%}",
+            )
+            for each in forecast.traffic
+        ),
     )
-    for each in traffic:
-        table.add_row(
-            each.kind,
-            ", ".join(each.dtypes),
-            f"{each.times:,}",
-            size(each.bytes),
-            *(size(each.between_nodes) for _ in node_columns),
-            duration(each.seconds),
-            f"{each.hidden:.0%}",
-        )
-    return table
 
 
-def _about_links(planned: Planned) -> Iterator[str]:
-    if any(each.between_nodes for each in planned.forecast.traffic):
-        links = planned.forecast.rates.links
+def _about_time(forecast: Forecast) -> Iterator[str]:
+    links, shares = forecast.rates.links, forecast.rates.reached.shares
+    if any(each.between_nodes for each in forecast.traffic):
         yield (
             f"links of a device, each way: {links.name} {links.inside / 1e9:g} GB/s inside a "
             f"node, {links.between / 1e9:g} GB/s ({links.between * 8 / 1e9:g} Gb/s) between nodes"
         )
-
-
-def _about_time(planned: Planned) -> Iterator[str]:
-    forecast, shares = planned.forecast, planned.forecast.rates.reached.shares
     if forecast.is_complete:
         tokens = f", {forecast.tokens_per_second:,.0f} tokens/s" if forecast.tokens else ""
         yield f"predicted step time: {duration(forecast.seconds)}{tokens}, MFU {forecast.mfu:.1%}"
@@ -220,36 +226,33 @@ def _about_time(planned: Planned) -> Iterator[str]:
 
 
 def _gathered(planned: Planned) -> Table:
-    """Builds the table of the options for an "auto"."""
-    table = terminal.table(f'{LIVE} "auto"', ">held", ">total", ">step", "")
-    for each in planned.gathered:
-        table.add_row(
-            f"{each.choice.live:,}" if each.choice.live else "0: nothing stays gathered",
-            size(each.forecast.plan.live.bytes),
-            size(each.forecast.peak.bytes),
-            duration(each.seconds),
-            "taken, the fastest by the forecast" if each.choice == planned.choice else "",
-        )
-    return table
+    """Returns the table of the options for an "auto"."""
+    return terminal.table(
+        (f'{LIVE} "auto"', ">held", ">total", ">step", ""),
+        (
+            (
+                f"{each.choice.live:,}" if each.choice.live else "0: nothing stays gathered",
+                size(each.forecast.plan.live.bytes),
+                size(each.forecast.peak.bytes),
+                duration(each.seconds),
+                "taken, the fastest by the forecast" if each.choice == planned.choice else "",
+            )
+            for each in planned.gathered
+        ),
+    )
 
 
-def _remedies(console: Console, planned: Planned) -> None:
-    if not planned.remedies:
-        console.print(
-            "[bold red]No other setting of this batch that was compiled fits:[/] take more "
-            "devices, fewer rows (--batch) or fewer tokens (--seq)",
-            soft_wrap=True,
-        )
-        return
-    console.print("\nWhat fits, cheapest first, each compiled:", soft_wrap=True)
-    table = terminal.table("set", ">total", ">headroom", ">host", ">step")
-    for each in planned.remedies:
-        forecast = each.forecast
-        table.add_row(
-            escape(", ".join(changes(planned.choice, each.choice))),
-            size(forecast.peak.bytes),
-            size(forecast.headroom),
-            size(forecast.host_bytes),
-            duration(forecast.seconds),
-        )
-    console.print(table)
+def _remedies(planned: Planned, remedies: Sequence[Trial]) -> Table:
+    return terminal.table(
+        ("set", ">total", ">headroom", ">host", ">step"),
+        (
+            (
+                ", ".join(changes(planned.choice, each.choice)),
+                size(each.forecast.peak.bytes),
+                size(each.forecast.headroom),
+                size(each.forecast.host_bytes),
+                duration(each.seconds),
+            )
+            for each in remedies
+        ),
+    )

@@ -1,11 +1,10 @@
-"""The results of `zerojax plan`, and their JSON form."""
+"""The results of `zerojax plan`, and their figures by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from zerojax.cli.options import StepOptions
 from zerojax.devices.topology import device_kinds
@@ -13,6 +12,18 @@ from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.trials import Trial
 from zerojax.pipeline.schedule import Schedule
+
+SPACE = (
+    "fits", "is_complete", "headroom", "recomputes_above", "host_bytes", "disk_bytes",
+    "compile_seconds",
+)  # fmt: skip
+"""The properties of a forecast that are figures of memory, or of its compiles."""
+
+TIME = ("seconds", "tokens", "tokens_per_second", "mfu", "bytes_again", "seconds_again", "boundary")
+"""The properties that are figures of time and traffic."""
+
+PIPELINE = ("stages", "micro_batches", "ticks", "bubble")
+"""The properties of a schedule of pipeline stages that are figures."""
 
 PREALLOCATED = 0.75
 """The share of a GPU's memory that JAX preallocates by default."""
@@ -71,116 +82,43 @@ class Planned:
         return math.ceil(100 * share) / 100
 
 
-def to_json(planned: Planned) -> dict[str, Any]:
-    """Returns every figure of the tables as JSON values, in bytes and seconds, of each device.
-
-    `pipeline` is null without stages, `step` if not every program was compiled, `tokens_per_second`
-    in it if the batch has no tokens, and `remedies` if none were searched for. `weighed` has the
-    options that an "auto" was chosen from, the fastest first.
-    """
-    forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live
-    links, shares = forecast.rates.links, forecast.rates.reached.shares
+def values(planned: Planned) -> dict[str, object]:
+    """Returns every figure of the tables by name, in bytes and seconds, of each device."""
+    forecast, schedule, remedies = planned.forecast, planned.schedule, planned.remedies
     return {
         "model": planned.asked.model,
-        "parameters": forecast.parameters,
         "config": planned.config,
-        "devices": {"kind": forecast.rates.kind, "count": forecast.devices},
-        "mesh": dict(forecast.plan.mesh.shape),
+        "devices": forecast.devices,
+        "mesh": forecast.plan.mesh.shape,
         "rows": planned.rows,
         "seq": planned.asked.seq,
         "attention": planned.attention,
-        "choice": dataclasses.asdict(choice),
-        "pipeline": _pipeline(planned),
-        "fits": forecast.fits,
-        "memory": {
-            **_memory(forecast),
-            "device": forecast.rates.memory,
-            "reserve": planned.reserve,
-            "program": forecast.peak.name,
-            "mem_fraction": planned.fraction,
-            "recomputes_above": forecast.recomputes_above,
-            "host": forecast.host_bytes,
-            "disk": forecast.disk_bytes,
-        },
-        "stay_gathered": {
-            "parameters": len(live.leaves),
-            "elements": live.elements,
-            "bytes": live.bytes,
-            "saved": live.saved,
-            "weighed": [
-                {
-                    "elements": each.choice.live,
-                    "bytes": each.forecast.plan.live.bytes,
-                    "taken": each.choice == choice,
-                    **_memory(each.forecast),
-                    "step": _step(each.forecast),
-                }
-                for each in planned.gathered
-            ],
-        },
-        "programs": [
-            {
-                "name": each.name,
-                "memory": dict(each.memory),
-                "bytes": each.bytes,
-                "host": each.host,
-                "times": each.times,
-                "seconds": each.seconds,
-                "computed_again": each.again.instructions,
-                "bytes_again": each.again.bytes,
-                "seconds_again": each.again.seconds,
-                "compile_seconds": each.compile.seconds,
-            }
-            for each in forecast.programs
-        ],
-        "links": {
-            "inside": {"name": links.name, "speed": links.inside},
-            "between": {"name": "network", "speed": links.between},
-        },
-        "traffic": [
-            dataclasses.asdict(each) | {"hidden": each.hidden} for each in forecast.traffic
-        ],
-        "step": _step(forecast) if forecast.is_complete else None,
-        "assumed": {f"{name}_share": share for name, share in shares.items()},
-        "compile_seconds": forecast.compile_seconds,
+        "pipeline": schedule and {name: getattr(schedule, name) for name in PIPELINE},
+        "parameters": forecast.parameters,
+        **figures(Trial(planned.choice, forecast)),
+        "reserve": planned.reserve,
+        "mem_fraction": planned.fraction,
+        "programs": forecast.programs,
+        "traffic": forecast.traffic,
+        "rates": forecast.rates,
+        "weighed": [*map(figures, planned.gathered)],
         "remedies": None
-        if planned.remedies is None
-        else [
-            {
-                "set": list(changes(choice, each.choice)),
-                "choice": dataclasses.asdict(each.choice),
-                **_memory(each.forecast),
-                "host": each.forecast.host_bytes,
-                "disk": each.forecast.disk_bytes,
-                "step": _step(each.forecast),
-            }
-            for each in planned.remedies
-        ],
-        "stages": {name: _memory(each) for name, each in planned.stages.items()},
+        if remedies is None
+        else [{"set": [*changes(planned.choice, x.choice)], **figures(x)} for x in remedies],
+        "stages": {name: each.peak.memory for name, each in planned.stages.items()},
     }
 
 
-def _memory(forecast: Forecast) -> dict[str, object]:
-    peak = forecast.peak
-    return {"kinds": dict(peak.memory), "peak": peak.bytes, "headroom": forecast.headroom}
-
-
-def _pipeline(planned: Planned) -> dict[str, object] | None:
-    if (schedule := planned.schedule) is None:
-        return None
+def figures(trial: Trial) -> dict[str, object]:
+    """Returns the figures of a choice by name; of time none unless every program was compiled."""
+    forecast = trial.forecast
+    names = (*SPACE, *TIME) if forecast.is_complete else SPACE
+    live = {name: getattr(forecast.plan.live, name) for name in ("elements", "bytes", "saved")}
     return {
-        "stages": schedule.stages,
-        "micro_batches": schedule.micro_batches,
-        "ticks": schedule.ticks,
-        "bubble": schedule.bubble,
-        "boundary": planned.forecast.boundary,
-    }
-
-
-def _step(forecast: Forecast) -> dict[str, float | None]:
-    return {
-        "seconds": forecast.seconds,
-        "tokens": forecast.tokens,
-        "tokens_per_second": forecast.tokens_per_second if forecast.tokens else None,
-        "mfu": forecast.mfu,
+        "choice": trial.choice,
+        **{name: getattr(forecast, name) for name in names},
+        "peak": forecast.peak.bytes,
+        "program": forecast.peak.name,
+        "memory": forecast.peak.memory,
+        "stay_gathered": live,
     }

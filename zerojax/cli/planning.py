@@ -15,18 +15,18 @@ from zerojax.models.registry import find, takes
 
 
 def mesh_of(asked: StepOptions) -> tuple[Mesh, Rates]:
-    """Returns the devices that were asked for, and their rates."""
+    """Returns the devices that were asked for, and their rates; to be called before JAX has
+    devices.
+
+    For absent devices JAX searches no GPUs, and has no cache of compiled programs.
+    """
+    if asked.devices != HERE:
+        jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would search for GPUs
+        jax.config.update(
+            "jax_enable_compilation_cache", False
+        )  # it cannot read such programs back
     mesh, rates = parse_devices(asked.devices, asked.network)
     return (laid_out(mesh, asked.mesh_axes) if asked.mesh_axes else mesh), rates
-
-
-def compile_only(devices: str) -> None:
-    """Configures JAX, before its first use, for absent devices: no search for GPUs, no cache of
-    compiled programs. Does nothing if the devices exist."""
-    if devices == HERE:
-        return
-    jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would search for GPUs
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back such programs
 
 
 def function_of(asked: StepOptions) -> Callable[..., Any]:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import typer
 
+from zerojax.cli.options import wrong_input
 from zerojax.config import ConfigError
 from zerojax.models.registry import ModelError
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "zerojax")
 _TOO_LARGE = "overflow in static extent product: "
 _TRITON = "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
+
+
+@contextlib.contextmanager
+def wrong_inputs(doing: str = "") -> Iterator[None]:
+    """Exits with 2, after one message, for errors of the input or of the user's code.
+
+    Args:
+      doing: The action, for errors that do not state it.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        message = explain_error(error, doing)
+        if message is None:
+            raise
+        wrong_input(message)
 
 
 def explain_error(error: Exception, doing: str = "") -> str | None:
@@ -45,7 +67,7 @@ def explain_error(error: Exception, doing: str = "") -> str | None:
         return f"{doing}: an array of {shape} is larger than XLA allows: pass fewer tokens or rows"
     if (frame := last_frame(error)) is not None:
         return f"{doing}:\n{type(error).__name__}: {error}\n{_place(frame)}"
-    if not isinstance(error, ValueError | TypeError | ImportError):
+    if not isinstance(error, ValueError | TypeError | ImportError | RuntimeError):
         return None
     return f"{doing}: {error}" if doing else str(error)
 

@@ -1,6 +1,13 @@
-"""Output of the commands: tables on stdout, progress on stderr."""
+"""Output of the commands: tables and JSON on stdout, progress on stderr."""
 
+import contextlib
+import dataclasses
+import functools
+import json
+import math
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 from rich import box
 from rich.console import Console
@@ -16,6 +23,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 _PIPED = 10_000
 
@@ -25,36 +33,67 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
 
 
-def table(*heads: str) -> Table:
-    """Creates a table with these columns; a head that begins with ">" aligns its column right."""
+def table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]] = ()) -> Table:
+    """Returns a table; a head that begins with ">" aligns its column right.
+
+    A cell that is a string is printed as it is; rich's markup in it is text.
+    """
     result = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for head in heads:
         name = head.removeprefix(">")
         result.add_column(name, justify="right" if name != head else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return result
 
 
-def bytes_bar() -> Progress:
-    """Creates a bar of bytes on stderr, removed at the end; no output unless on a terminal."""
-    return _progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+def print_json(value: object) -> None:
+    """Prints a result as JSON, see :func:`as_json`."""
+    print(json.dumps(as_json(value), indent=2))
+
+
+def as_json(value: object) -> object:
+    """Returns a result as JSON values: dataclasses and named tuples by their fields, and numbers
+    that JSON lacks, such as the infinity that 1e999 reads as, and other objects as strings.
+
+    Example:
+      >>> as_json({"a": (1, math.inf), 2: None})
+      {'a': [1, 'inf'], '2': None}
+    """
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+Update = Callable[..., None]
+"""A function that updates a progress bar: `completed`, `total`, `description`."""
+
+
+def bytes_bar(description: str) -> AbstractContextManager[Update]:
+    """Opens a bar of bytes on stderr, removed at the end; no output unless on a terminal."""
+    return _bar(description, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+
+
+def steps_bar(description: str) -> AbstractContextManager[Update]:
+    """Opens such a bar of a number of steps, which may be unknown."""
+    return _bar(
+        description, SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     )
 
 
-def spinner() -> Progress:
-    """Creates a progress line for work of unknown length, with its description and elapsed time."""
-    description = TextColumn("{task.description}", markup=False)
-    return _progress(SpinnerColumn(), description, TimeElapsedColumn())
-
-
-def steps_bar() -> Progress:
-    """Creates a progress bar for a known number of steps."""
-    description = TextColumn("{task.description}", markup=False)
-    return _progress(
-        SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), description
-    )
-
-
-def _progress(*columns: ProgressColumn) -> Progress:
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+@contextlib.contextmanager
+def _bar(description: str, *columns: ProgressColumn) -> Iterator[Update]:
+    text, console = TextColumn("{task.description}", markup=False), Console(stderr=True)
+    is_terminal = sys.stderr.isatty()
+    with Progress(
+        text, *columns, console=console, transient=True, disable=not is_terminal
+    ) as progress:
+        yield functools.partial(progress.update, progress.add_task(description, total=None))

@@ -318,47 +318,39 @@ def _stacks(
     (rows,) = {x.shape[i] for x, i in zip(cache.shapes, cache.rows, strict=True) if i >= 0}
     token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     structures = structure, cache.structure
-    traced = Traced.of(decoder, structures, leaves, cache.shapes, token, token)
-    return Stacks.of(traced.closed, len(leaves), len(cache.shapes))
+    closed = traced(decoder, structures, leaves, cache.shapes, token, token)
+    return Stacks.of(closed, len(leaves), len(cache.shapes))
 
 
-class Traced(NamedTuple):
-    """A traced call of a decoder.
+def traced(
+    decoder: Decoder,
+    structures: tuple[PyTreeDef, PyTreeDef],
+    params: Sequence[Any],
+    cache: Sequence[Any] | Source,
+    tokens: Any,
+    positions: Any,
+) -> AnyJaxpr:
+    """Traces a call for abstract or concrete arrays, with a cache or the sources of one.
 
-    Attributes:
-      closed: A program of the arrays of parameters and cache, the tokens and their positions.
-        Quantized weights are dequantized where it uses them, most after the product.
-      out: The shapes of the logits and of the cache.
+    Args:
+      decoder: The model.
+      structures: Those of the parameters and of the cache.
+      params, cache: Their arrays; or the sources in place of a cache.
+      tokens, positions: int32 [B, T].
+
+    Returns:
+      A program of the arrays of parameters and cache, the tokens and their positions. Quantized
+      weights are dequantized where it uses them, most after the product.
     """
+    params_structure, cache_structure = structures
 
-    closed: AnyJaxpr
-    out: tuple[jax.ShapeDtypeStruct, PyTree]
+    def read(
+        params: list[Any], cache: list[Any] | Source, *at: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        if not isinstance(cache, Source):
+            cache = jax.tree.unflatten(cache_structure, cache)
+        return decoder(dequantize(jax.tree.unflatten(params_structure, params)), cache, *at)
 
-    @classmethod
-    def of(
-        cls,
-        decoder: Decoder,
-        structures: tuple[PyTreeDef, PyTreeDef],
-        params: Sequence[Any],
-        cache: Sequence[Any] | Source,
-        tokens: Any,
-        positions: Any,
-    ) -> Traced:
-        """Traces a call for abstract or concrete arrays, with a cache or the sources of one.
-
-        `structures` are those of the parameters and of the cache.
-        """
-        params_structure, cache_structure = structures
-
-        def read(
-            params: list[Any], cache: list[Any] | Source, *at: jax.Array
-        ) -> tuple[jax.Array, PyTree]:
-            if not isinstance(cache, Source):
-                cache = jax.tree.unflatten(cache_structure, cache)
-            return decoder(dequantize(jax.tree.unflatten(params_structure, params)), cache, *at)
-
-        before = cache if isinstance(cache, Source) else list(cache)
-        closed, out = jax.make_jaxpr(read, return_shape=True)(
-            list(params), before, tokens, positions
-        )
-        return cls(with_scaled_products(with_late_weights(closed, len(params))), out)
+    before = cache if isinstance(cache, Source) else list(cache)
+    closed = jax.make_jaxpr(read)(list(params), before, tokens, positions)
+    return with_scaled_products(with_late_weights(closed, len(params)))

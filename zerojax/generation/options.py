@@ -100,6 +100,9 @@ class Options(NamedTuple):
         temperature = number("temperature", chosen.get("temperature", 0.0))
         # A folder may have options of draws or beams that it does not use.
         draws = chosen if temperature else given
+        top_k, top_p = draws.get("top_k"), draws.get("top_p")
+        top_k = None if top_k is None else integer("top_k", top_k)
+        top_p = None if top_p is None else number("top_p", top_p)
         search = chosen if beams > 1 else given
         penalty = number("length_penalty", search.get("length_penalty", 1.0))
         early_stopping = search.get("early_stopping", False)
@@ -107,7 +110,7 @@ class Options(NamedTuple):
             raise ValueError("length_penalty and early_stopping need num_beams of 2 or more")
         return cls(
             integer("max_new_tokens", given["max_new_tokens"]),
-            Sampling.of(temperature, draws.get("top_k"), draws.get("top_p")),
+            Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
             Search(num_beams=beams, length_penalty=penalty, early_stopping=early_stopping),
             integers("eos", chosen["eos"]) if "eos" in chosen else None,
             integer("pad", chosen["pad"]) if "pad" in chosen else None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.tree_util import PyTreeDef
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
 from zerojax.generation.beam_search import Ends, Search, beam_search, begun, only, repeated
-from zerojax.generation.decoders import Cache, Decoder, Source, Traced
+from zerojax.generation.decoders import Cache, Decoder, Source, traced
 from zerojax.generation.layers import Layered, run, shapes, unstacked
 from zerojax.generation.sampling import Sampling
 from zerojax.graph.rows import RowDimensions
@@ -131,44 +132,15 @@ class Generation:
     search: Search
     small_products: SmallProducts | None = None
 
-    def start(
-        self,
-        arrays: Layered,
-        tokens: jax.Array,
-        lengths: Lengths,
-        source: Source | None,
-    ) -> Progress:
-        """Reads the prompts but their last tokens, and the sources.
+    def program(self, function: Callable[..., Progress]) -> Callable[..., Progress]:
+        """Returns one of the methods below as a function of the parameters at rest, which gathers
+        them where they are used."""
+        return functools.partial(self._run, function)
 
-        Args:
-          arrays: The parameters.
-          tokens: int32 [B, S].
-          lengths: Those of the rows.
-          source: The sources of an encoder-decoder.
-        """
-        return self._run(self._start, arrays, tokens, lengths, source)
-
-    def advance(
-        self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
-    ) -> Progress:
-        """Adds one token to each row that has not ended."""
-        return self._run(self._advance, arrays, progress, lengths, key)
-
-    def finish(
-        self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
-    ) -> Progress:
-        """Adds tokens until all rows have ended, or the logits of one are NaN."""
-        return self._run(self._finish, arrays, progress, lengths, key)
-
-    def search_beams(self, arrays: Layered, progress: Progress, lengths: Lengths) -> Progress:
-        """Adds the tokens of the best beam of each row."""
-        return self._run(self._search_beams, arrays, progress, lengths)
-
-    def _run(self, function: Any, arrays: Layered, *args: Any) -> Progress:
-        """Runs a function of the parameters; gathers parameters where they are used."""
+    def _run(self, function: Callable[..., Progress], arrays: Layered, *args: Any) -> Progress:
         mesh, shards = self.storage.mesh, self.storage.shards
         if mesh is None or not any(shards):
-            return function(arrays, *args)  # type: ignore[no-any-return]
+            return function(arrays, *args)
         closed, out = jax.make_jaxpr(function, return_shape=True)(shapes(arrays), *args)
         inserter = weights.inserter_of(mesh)
         values = weights.entered(arrays, shards, inserter)
@@ -186,9 +158,8 @@ class Generation:
         """Calls the decoder; unstacked layers run one after another."""
         before: Any = cache if isinstance(cache, Source) else shapes(cache)
         structures = self.storage.structure, self.cache.structure
-        traced = Traced.of(self.decoder, structures, shapes(arrays), before, tokens, positions)
+        closed = traced(self.decoder, structures, shapes(arrays), before, tokens, positions)
         given = [*arrays, *(cache if isinstance(cache, list) else jax.tree.leaves(cache))]
-        closed = traced.closed
         if self.small_products:
             closed = with_repeated_rows(closed, self.small_products)
         logits, *after = run(closed, [*given, tokens, positions])
@@ -198,13 +169,21 @@ class Generation:
         layers = zip(cache, after, self.storage.cache_layers, strict=True)
         return logits, [old if old is x else unstacked([x], [n])[0] for old, x, n in layers]
 
-    def _start(
+    def start(
         self,
         arrays: Layered,
         tokens: jax.Array,
         lengths: Lengths,
         source: Source | None,
     ) -> Progress:
+        """Reads the prompts but their last tokens, and the sources.
+
+        Args:
+          arrays: The parameters.
+          tokens: int32 [B, S].
+          lengths: Those of the rows.
+          source: The sources of an encoder-decoder.
+        """
         rows, common = len(tokens), self.common
         empty = [*map(self._empty, self.cache.shapes, self.cache.rows)]
         cache = unstacked(empty, self.storage.cache_layers)
@@ -239,9 +218,10 @@ class Generation:
         spec[rows] = batch_axes(mesh)
         return lax.with_sharding_constraint(empty, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def _advance(
+    def advance(
         self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
     ) -> Progress:
+        """Adds one token to each row that has not ended."""
         tokens, at, done = progress.tokens, progress.at, progress.done
         rows = jnp.arange(len(at))
         logits, cache = self._read(arrays, progress.cache, tokens[rows, at][:, None], at[:, None])
@@ -263,17 +243,20 @@ class Generation:
         done |= (~is_prompt & ended) | (at + 1 >= lengths.complete)
         return Progress(tokens, new, at, done, invalid, progress.step + 1, cache)
 
-    def _finish(
+    def finish(
         self, arrays: Layered, progress: Progress, lengths: Lengths, key: jax.Array | None
     ) -> Progress:
+        """Adds tokens until all rows have ended, or the logits of one are NaN."""
+
         def goes_on(progress: Progress) -> jax.Array:
             return ~progress.done.all() & ~progress.invalid.any()
 
         return lax.while_loop(
-            goes_on, lambda progress: self._advance(arrays, progress, lengths, key), progress
+            goes_on, lambda progress: self.advance(arrays, progress, lengths, key), progress
         )
 
-    def _search_beams(self, arrays: Layered, progress: Progress, lengths: Lengths) -> Progress:
+    def search_beams(self, arrays: Layered, progress: Progress, lengths: Lengths) -> Progress:
+        """Adds the tokens of the best beam of each row."""
         count, (rows, longest) = self.search.num_beams, progress.tokens.shape
         layers = zip(self.cache.rows, self.storage.cache_layers, strict=True)
         axes = [(axis - 1,) * n if n else axis for axis, n in layers]
@@ -337,10 +320,13 @@ class Programs:
                 return streaming(devices, left_out)
             return options(devices, left_out, overlap=True)
 
-        self.start = Program(generation.start, chosen)
-        self.advance = Program(generation.advance, chosen, donate_argnums=1)
-        self.finish = Program(generation.finish, chosen, donate_argnums=1)
-        self.search_beams = Program(generation.search_beams, chosen, donate_argnums=1)
+        def program(function: Callable[..., Progress], **donated: int) -> Program:
+            return Program(generation.program(function), chosen, **donated)
+
+        self.start = program(generation.start)
+        self.advance = program(generation.advance, donate_argnums=1)
+        self.finish = program(generation.finish, donate_argnums=1)
+        self.search_beams = program(generation.search_beams, donate_argnums=1)
 
     @property
     def operations(self) -> int:

@@ -9,12 +9,11 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.generation.checks import integer, number, require
+from zerojax.generation.checks import require
 from zerojax.models.loss import widen
 
 
@@ -43,15 +42,6 @@ class Sampling:
         require(p is None or 0 < p <= 1, "top_p", p, "above 0 and at most 1")
         if self.is_greedy and (k, p) != (None, None):
             raise ValueError("top_k and top_p need a temperature above 0")
-
-    @classmethod
-    def of(cls, temperature: Any, top_k: Any, top_p: Any) -> Sampling:
-        """Returns the options for numbers of Python, NumPy or JAX, or None."""
-        return cls(
-            temperature=number("temperature", 0.0 if temperature is None else temperature),
-            top_k=None if top_k is None else integer("top_k", top_k),
-            top_p=None if top_p is None else number("top_p", top_p),
-        )
 
     @property
     def is_greedy(self) -> bool:

@@ -27,7 +27,6 @@ from zerojax.generation.layers import Layered, Stacks
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, PINNED
-from zerojax.plan.stored import StoredArray
 from zerojax.plan.table import size
 from zerojax.xla.types import PyTree
 
@@ -138,8 +137,6 @@ def _plain(x: Any, dtype: DTypeLike | None) -> Any:
     """Returns a leaf of the parameters as an array that JAX can shard, in the dtype."""
     if isinstance(x, DiskArray):
         x = x.load()
-    if isinstance(x, StoredArray):
-        x = jnp.asarray(x)
     if not isinstance(x, jax.ShapeDtypeStruct):
         x = jnp.asarray(x)
     dtype = _dtype(x, dtype)
@@ -203,23 +200,17 @@ def free_bytes(devices: Mesh | None) -> int | None:
 def _gathered(x: Any, layers: int) -> Any:
     """Returns an array on the devices, gathered over the axes that shard rows and tokens; a tuple
     of layers for a stack."""
-    is_abstract, sharding = isinstance(x, jax.ShapeDtypeStruct), x.sharding
-    if isinstance(sharding, NamedSharding):
-        spec = _target(sharding, x.ndim)
-        target = NamedSharding(sharding.mesh, PartitionSpec(*spec[bool(layers) :]))
-        if _is_on_host(x) and not is_abstract:
-            x = jax.device_put(x, sharding.with_memory_kind(DEVICE))
-    if not layers:
-        if not _is_shard(x) and not _is_on_host(x):
-            return x
-        if is_abstract:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
-        return jax.device_put(x, target)
-    target = target if isinstance(sharding, NamedSharding) else sharding
+    is_abstract, target = isinstance(x, jax.ShapeDtypeStruct), x.sharding
+    if _is_on_host(x):
+        target = target.with_memory_kind(DEVICE)
+        x = x if is_abstract else jax.device_put(x, target)
+    if isinstance(target, NamedSharding):
+        spec = _target(target, x.ndim)
+        target = NamedSharding(target.mesh, PartitionSpec(*spec[bool(layers) :]))
     if is_abstract:
-        layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=target)
-        return (layer,) * layers
-    return _unstack(layers, target)(x)
+        array = jax.ShapeDtypeStruct(x.shape[bool(layers) :], x.dtype, sharding=target)
+        return (array,) * layers if layers else array
+    return _unstack(layers, target)(x) if layers else jax.device_put(x, target)
 
 
 @functools.lru_cache(maxsize=64)

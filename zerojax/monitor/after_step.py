@@ -122,7 +122,7 @@ class AfterStep:
     def flush(self) -> None:
         """Checks the last steps for non-finite numbers, and writes the rest of the logs."""
         if self._finite is not None:
-            self._finite.look(wait=True)
+            self._finite.drain(wait=True)
         self._reporter.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A queue of figures of steps that the device has not finished, in front of the writers."""
+"""Queues of steps that the device has not finished, and the one in front of the writers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,53 @@ import atexit
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 
-from zerojax.monitor.tags import NORM, RATE, Event, Scalar
+from zerojax.monitor.tags import NORM, RATE, Scalar
 from zerojax.monitor.writers import MetricsWriter
 from zerojax.optim.telemetry import is_known
 from zerojax.optim.wrap import UNKNOWN
 
 _LONGEST = 256  # steps
+
+
+class Unread(Protocol):
+    """Numbers of a step that the device may not have finished."""
+
+    def ready(self) -> bool:
+        """Returns whether the device has finished them."""
+
+
+_T = TypeVar("_T", bound=Unread)
+
+
+class StepQueue(Generic[_T]):
+    """A queue of steps, each read once the device has finished it, in order.
+
+    Args:
+      read: Reads a step.
+    """
+
+    def __init__(self, read: Callable[[_T], None]) -> None:
+        self._read = read
+        self._waiting: deque[_T] = deque()
+
+    def push(self, step: _T) -> None:
+        """Adds a step, and reads the finished ones.
+
+        Waits for the device only if 256 steps are already queued, which bounds the memory; with so
+        much work queued, the device does not become idle."""
+        self._waiting.append(step)
+        self.drain()
+
+    def drain(self, *, wait: bool = False) -> None:
+        """Reads the finished steps; with ``wait``, all steps."""
+        waiting = self._waiting
+        while waiting and (wait or len(waiting) > _LONGEST or waiting[0].ready()):
+            self._read(waiting.popleft())
 
 
 class Figures(NamedTuple):
@@ -53,7 +89,7 @@ class Backlog:
     def __init__(self, open_writers: Callable[[], list[MetricsWriter]]) -> None:
         self._open = open_writers
         self._writers: list[MetricsWriter] | None = None
-        self._waiting: deque[Figures] = deque()
+        self._queue = StepQueue(self._write_step)
         self._samples = 0
         self._warned: set[str] = set()
         self.before: int | None = None
@@ -67,40 +103,28 @@ class Backlog:
             atexit.register(self.close)
 
     def push(self, figures: Figures) -> None:
-        """Adds a step's figures, and writes those that are ready.
-
-        Waits for the device only if 256 steps are already queued, which bounds the memory; with so
-        much work queued, the device does not become idle."""
+        """Adds a step's figures, and writes those that are ready."""
         self.open()
         if self._writers:
             for x in figures.arrays:
                 if hasattr(x, "copy_to_host_async") and not _deleted(x):
                     x.copy_to_host_async()
         if self._writers or self.before is None:
-            self._waiting.append(figures)
-        self.drain()
+            self._queue.push(figures)
 
-    def drain(self, *, wait: bool = False) -> None:
-        """Writes the figures that are ready; with ``wait``, all of them."""
-        events: list[Event] = []
-        try:
-            while self._waiting and (
-                wait or len(self._waiting) > _LONGEST or self._waiting[0].ready()
-            ):
-                events += self._events(self._waiting.popleft())
-        finally:  # a step that failed on the device raises; earlier steps must still be written
-            if events:
-                self._write(events)
+    def drain(self) -> None:
+        """Writes the figures of all steps, for which it waits."""
+        self._queue.drain(wait=True)
 
-    def write(self, events: Sequence[Event]) -> None:
-        """Writes further metrics after those of all steps in the queue, for which it waits."""
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """Writes further figures after those of all steps in the queue, for which it waits."""
         self.open()
-        self.drain(wait=True)
-        self._write(events)
+        self.drain()
+        self._write(figures, samples)
 
     def flush(self) -> None:
         """Writes everything; the writers stay open."""
-        self.drain(wait=True)
+        self.drain()
         for writer in self._writers or ():
             with self._warnings(writer):
                 writer.flush()
@@ -109,21 +133,23 @@ class Backlog:
         """Writes everything and closes the writers."""
         atexit.unregister(self.close)
         try:
-            self.drain(wait=True)
+            self.drain()
         finally:
             writers, self._writers = self._writers or [], None
             for writer in writers:
                 with self._warnings(writer):
                     writer.close()
 
-    def _events(self, figures: Figures) -> Iterator[Event]:
+    def _write_step(self, figures: Figures) -> None:
         if self.before is None:
             # A state from a checkpoint continues the count of samples.
             self.before = 0 if _deleted(figures.step) else max(0, int(figures.step) - 1)
             self._samples = self.before * figures.rows
         self._samples += figures.rows
-        if not self._writers:
-            return
+        if self._writers:
+            self._write(dict(self._known(figures)), self._samples)
+
+    def _known(self, figures: Figures) -> Iterator[tuple[str, float]]:
         for tag, x in figures.scalars.items():
             if _deleted(x):
                 self._warn(tag, RuntimeError("its array was deleted or donated before it was read"))
@@ -132,12 +158,12 @@ class Backlog:
             # A norm that is not a number is news; UNKNOWN is the value of one not computed.
             is_unknown = value == UNKNOWN if tag == NORM else tag == RATE and not is_known(value)
             if not is_unknown:
-                yield tag, value, self._samples
+                yield tag, value
 
-    def _write(self, events: Sequence[Event]) -> None:
+    def _write(self, figures: Mapping[str, float], samples: int) -> None:
         for writer in self._writers or ():
             with self._warnings(writer):
-                writer.write(events)
+                writer.write(figures, samples)
 
     @contextlib.contextmanager
     def _warnings(self, writer: MetricsWriter) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.distributed import log
+from zerojax.monitor.backlog import StepQueue
 from zerojax.monitor.tags import scalars
 from zerojax.xla.types import PyTree
 
-_LONGEST = 256  # steps that wait for a check
 _BITS = 31
 
 
@@ -54,9 +53,8 @@ class Finiteness:
             wrong |= jnp.where(jnp.isfinite(x), jnp.uint32(0), bit)
         return cls(step, wrong, tuple(numbers))
 
-    @property
     def ready(self) -> bool:
-        """True if the device has finished the step."""
+        """Returns whether the device has finished the step."""
         wrong: Any = self.wrong  # jax.Array does not declare the method
         return cast(bool, wrong.is_ready())
 
@@ -66,31 +64,19 @@ class Finiteness:
         return [name for i, name in enumerate(self.names) if wrong >> min(i, _BITS) & 1]
 
 
-class FiniteWatch:
+class FiniteWatch(StepQueue[Finiteness]):
     """A watch that warns once, about the first step with a number that is not finite.
 
     Steps are checked in order, each after the device has finished it.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Finiteness] = deque()
+        super().__init__(self._check)
         self._warned = False
 
-    def push(self, step: Finiteness) -> None:
-        """Adds a step, and checks the finished steps."""
-        if self._warned:
-            return
-        self._waiting.append(step)
-        self.look()
-
-    def look(self, *, wait: bool = False) -> None:
-        """Checks the finished steps; with ``wait``, all steps."""
-        waiting = self._waiting
-        while waiting and (wait or len(waiting) > _LONGEST or waiting[0].ready):
-            step = waiting.popleft()
-            if names := step.wrong_names():
-                self._warn(int(step.step), names)
-                waiting.clear()
+    def _check(self, step: Finiteness) -> None:
+        if not self._warned and (names := step.wrong_names()):
+            self._warn(int(step.step), names)
 
     def _warn(self, step: int, names: list[str]) -> None:
         self._warned = True

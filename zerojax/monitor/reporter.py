@@ -13,8 +13,8 @@ import jax
 from zerojax.config import ZeroConfig
 from zerojax.monitor import lines
 from zerojax.monitor.backlog import Backlog, Figures
-from zerojax.monitor.clock import Clock, Pace
-from zerojax.monitor.tags import PREFIX, Scalar, figures
+from zerojax.monitor.clock import Clock, shown
+from zerojax.monitor.tags import PREFIX, figures
 from zerojax.monitor.writers import check, open_writers
 from zerojax.xla.types import PyTree
 
@@ -49,7 +49,7 @@ class Reporter:
         self.config = config
         self._momentum = lines.momentum(config)
         self._backlog = Backlog(partial(open_writers, config))
-        self._clock, self._pace = Clock(), Pace()
+        self._clock = Clock()
         self._count = 0
         # Closes the files of a dropped reporter; at exit the backlog closes itself.
         weakref.finalize(self, self._backlog.close).atexit = False
@@ -101,10 +101,19 @@ class Reporter:
         # Until the first step is done, the number of earlier steps is unknown and counts as 0.
         step_number = (self._backlog.before or 0) + self._count
         is_due = not config.steps_per_print or step_number % config.steps_per_print == 0
-        if is_due and config.steps_per_print:
-            lines.say(self._progress(report, by_tag))
-        if is_due and (line := self._clock.line()) is not None:
-            lines.say(line)
+        if not is_due:
+            return
+        text = ""
+        if config.steps_per_print:  # waits for the step
+            text = lines.progress(report, by_tag, self._momentum, fp16=config.fp16)
+        now = time.perf_counter()
+        pace, times_line = self._clock.pace(now), self._clock.line()
+        self._clock.restart(now)
+        if text:
+            self._backlog.drain()  # all steps are done
+            lines.say(text if pace is None else f"{text}, samples/sec={pace:.6g}")
+        if times_line is not None:
+            lines.say(times_line)
 
     def write(self, figures: Mapping[str, float], samples: int) -> None:
         """Writes further figures by tag at a number of samples, after those of earlier steps.
@@ -113,7 +122,7 @@ class Reporter:
           OSError: At the first write, as for :meth:`open`; later errors are logged.
         """
         if self._logs():
-            self._backlog.write([(tag, value, samples) for tag, value in figures.items()])
+            self._backlog.write(figures, samples)
 
     def flush(self) -> None:
         """Writes everything; files and runs stay open."""
@@ -134,19 +143,11 @@ class Reporter:
 
     def _measure(self, step: Figures, times: Mapping[str, float] | None) -> None:
         if self._count > 1:
-            self._pace.add(step.rows)
-            if times:
-                self._clock.add(times)
+            self._clock.add(step.rows, times)
             return
         # The first step has compiled by now; its execution may still go on.
-        self._pace.start(time.perf_counter())
+        self._clock.restart(time.perf_counter())
         if not step.ready():
-            self._pace.add(step.rows)
+            self._clock.add(step.rows)
         if times:
-            lines.say(self._clock.first(times))
-
-    def _progress(self, report: Mapping[str, Scalar], by_tag: Mapping[str, Scalar]) -> str:
-        text = lines.progress(report, by_tag, self._momentum, fp16=self.config.fp16)
-        pace = self._pace.per_second(time.perf_counter())
-        self._backlog.drain(wait=True)  # all steps are done
-        return text if pace is None else f"{text}, samples/sec={pace:.6g}"
+            lines.say(f"{shown(times)} | first step, compilation included")

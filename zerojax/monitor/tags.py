@@ -15,9 +15,6 @@ LOSS = PREFIX + "train_loss"
 RATE = PREFIX + "lr"
 NORM = PREFIX + "grad_norm"
 
-Event = tuple[str, float, int]
-"""A tag, its value, and the number of global samples seen."""
-
 Scalar: TypeAlias = jax.Array | float
 """A number, or an array of shape [], maybe not ready."""
 

@@ -9,12 +9,10 @@ import importlib
 import io
 import os
 import time
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from zerojax.config import MonitorConfig, WandbConfig, ZeroConfig
-from zerojax.monitor.tags import Event
 
 _FLUSH_SECONDS = 1.0
 
@@ -28,8 +26,8 @@ class MetricsWriter(Protocol):
 
     where: str
 
-    def write(self, events: Sequence[Event]) -> None:
-        """Writes metrics, in order."""
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """Writes metrics by tag, at the number of global samples seen."""
 
     def flush(self) -> None:
         """Writes buffered figures, so that others can read them."""
@@ -114,20 +112,17 @@ class CsvFiles:
         self._folder = folder
         os.makedirs(folder, exist_ok=True)
 
-    def write(self, events: Sequence[Event]) -> None:
-        """Appends each event to its file.
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """Appends each metric to its file.
 
         Raises:
           OSError: A file could not be written and is unchanged; the other files have their rows.
         """
-        rows: dict[str, list[Event]] = {}
-        for event in events:
-            rows.setdefault(event[0], []).append(event)
         failure: OSError | None = None
-        for tag, tag_events in rows.items():
+        for tag, value in figures.items():
             path = os.path.join(self._folder, tag.replace("/", "_").replace(" ", "_") + ".csv")
             try:
-                self._append(path, tag.rpartition("/")[2], tag_events)
+                _append(path, ("step", tag.rpartition("/")[2]), (samples, value))
             except OSError as error:
                 failure = failure or OSError(error.errno, error.strerror, path)
         if failure is not None:
@@ -139,22 +134,22 @@ class CsvFiles:
     def close(self) -> None:
         """Does nothing: no file is open between writes."""
 
-    def _append(self, path: str, header: str, events: list[Event]) -> None:
-        with open(path, "ab", buffering=0) as file:
-            start = file.tell()
-            rows: list[tuple[object, object]] = [] if start else [("step", header)]
-            rows += ((samples, value) for _, value, samples in events)
-            text = io.StringIO(newline="")
-            csv.writer(text).writerows(rows)
-            data = text.getvalue().encode()
-            # A full disk may accept only part of the data; half a row would corrupt the next one.
-            try:
-                if file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(start)
-                raise
+
+def _append(path: str, header: tuple[str, str], row: tuple[int, float]) -> None:
+    """Appends a row to a CSV file; a new file gets the header first."""
+    with open(path, "ab", buffering=0) as file:
+        start = file.tell()
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([row] if start else [header, row])
+        data = text.getvalue().encode()
+        # A full disk may accept only part of the data; half a row would corrupt the next one.
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(start)
+            raise
 
 
 class TensorBoardFile:
@@ -174,8 +169,8 @@ class TensorBoardFile:
         self._file = Writer(folder)
         self._flushed = time.monotonic()
 
-    def write(self, events: Sequence[Event]) -> None:
-        for tag, value, samples in events:
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        for tag, value in figures.items():
             self._file.add_scalar(tag, value, samples)
         # A flush waits for tensorboard's thread: about a millisecond, too much for short steps.
         if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
@@ -214,10 +209,9 @@ class WandbRun:
             self._run = wandb.init(project=config.project, entity=config.team, group=config.group)
             WandbRun._begun = self._run
 
-    def write(self, events: Sequence[Event]) -> None:
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
         run = self._wandb if self._run is None else self._run
-        for samples, group in groupby(events, key=lambda event: event[2]):
-            run.log({tag: value for tag, value, _ in group}, step=samples)
+        run.log(dict(figures), step=samples)
 
     def flush(self) -> None:
         """Does nothing: wandb sends what it has by itself."""

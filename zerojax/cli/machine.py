@@ -1,20 +1,18 @@
-"""A report on this machine: devices, versions, extras, and the variables that are set.
-
-``zerojax report`` prints it; DeepSpeed's counterpart is ``ds_report``.
-"""
+"""This machine: its devices, and the versions of zerojax and of what it requires."""
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 
 import jax
+from packaging.requirements import Requirement
 
-from zerojax.doctor.packages import Extra, Package, extras, packages
-
-_VARIABLES = ("JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "NCCL_", "LIBTPU_", "ZEROJAX_")
+NAME = "zerojax"
+COMPILERS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda13-pjrt", "libtpu")
+"""Compiler packages, listed if installed; jax finds them by itself."""
 
 
 @dataclass(frozen=True)
@@ -43,55 +41,78 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Report:
-    """A report on this machine.
+class Package:
+    """One package.
+
+    Attributes:
+      name: The name for pip.
+      version: The installed version, None if not installed.
+      wanted: The versions that zerojax accepts, "" for any.
+    """
+
+    name: str
+    version: str | None
+    wanted: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices and the packages of this machine.
 
     Attributes:
       python: Python's version, and the machine.
       devices: One entry per device kind of the default backend; empty if JAX finds no devices.
       packages: zerojax, its requirements, and the installed compilers.
-      environment: The variables of JAX, XLA, CUDA, NCCL and zerojax that are set.
-      extras: The extras of zerojax.
       problem: The reason why JAX finds no devices, else None.
     """
 
     python: str
     devices: tuple[Devices, ...]
     packages: tuple[Package, ...]
-    environment: Mapping[str, str]
-    extras: tuple[Extra, ...]
     problem: str | None = None
 
 
-def report(environment: Mapping[str, str] | None = None) -> Report:
-    """Returns a report on this machine.
+def machine() -> Machine:
+    """Returns the devices and the packages of this machine.
 
     The call starts JAX's backends. In a program of several processes, every process must call this
     function.
 
-    Args:
-      environment: The environment variables; None for those of this process.
-
     Example:
-      >>> found = report({"JAX_PLATFORMS": "cpu", "HOME": "/"})
-      >>> found.devices[0].platform, found.environment
-      ('cpu', {'JAX_PLATFORMS': 'cpu'})
+      >>> [each.platform for each in machine().devices]
+      ['cpu']
     """
-    problem, given = None, os.environ if environment is None else environment
+    problem = None
     try:
         found = devices()
     except Exception as error:  # some of jax's errors have another type, and no text
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         remedy = f": JAX_PLATFORMS asks for {asked!r}, leave it unset or say cpu" if asked else ""
         found, problem = (), f"{_in_one_line(error)}{remedy}"
-    return Report(
-        python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        devices=found,
-        packages=packages(),
-        environment={name: x for name, x in given.items() if name.startswith(_VARIABLES)},
-        extras=extras(),
-        problem=problem,
-    )
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Machine(python, found, (*packages(),), problem)
+
+
+def packages() -> Iterator[Package]:
+    """Yields zerojax, its requirements on this Python, and the installed compilers.
+
+    The requirements are not known if zerojax runs from its folder without being installed.
+    """
+    yield Package(NAME, own := _version(NAME))
+    for requirement in map(Requirement, (metadata.requires(NAME) or ()) if own else ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            version, wanted = _version(requirement.name), str(requirement.specifier)
+            yield Package(requirement.name, version, wanted)
+    for name in COMPILERS:
+        if version := _version(name):
+            yield Package(name, version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def devices() -> tuple[Devices, ...]:
@@ -107,14 +128,13 @@ def devices() -> tuple[Devices, ...]:
     kinds: dict[tuple[str, str], list[jax.Device]] = {}
     for device in jax.devices():
         kinds.setdefault((device.platform, device.device_kind), []).append(device)
-    return tuple(_of_kind(group) for group in kinds.values())
+    return tuple(map(_of_kind, kinds.values()))
 
 
 def _of_kind(group: list[jax.Device]) -> Devices:
     first = group[0]
     local = [device for device in group if device.process_index == jax.process_index()]
-    stats = [_memory(device) for device in local]
-    limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
+    limits = [n for device in local if (n := _memory(device).get("bytes_limit")) is not None]
     return Devices(
         platform=first.platform,
         kind=first.device_kind,

@@ -22,6 +22,7 @@ from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.slices import (
     Index,
+    StoredShard,
     boxes,
     full_index,
     grid,
@@ -214,16 +215,16 @@ def _disk_shards(x: DiskArray) -> list[_Shard]:
 
 def _host_shards(x: jax.Array) -> list[_Shard]:
     own_shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-    # A view of host memory would prevent the next step from donating the array.
-    on_host = x.sharding.memory_kind == PINNED or any(
-        s.device.platform == "cpu" for s in own_shards
-    )
+    # A view of a device's memory would prevent the next step from donating the array; of an array
+    # in pinned memory the save has a copy.
+    is_pinned = x.sharding.memory_kind == PINNED
+    on_host = is_pinned or any(s.device.platform == "cpu" for s in own_shards)
     for shard in () if on_host else own_shards:
         shard.data.copy_to_host_async()
     shards = []
     for shard in own_shards:
         box = (slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape, strict=True))
-        flat = (np.array if on_host else np.asarray)(shard.data).reshape(-1)
+        flat = (np.array if on_host and not is_pinned else np.asarray)(shard.data).reshape(-1)
         shards.append(_Shard(tuple(box), functools.partial(iter, [flat])))
     return shards
 
@@ -309,6 +310,28 @@ def sum_shares(shares: Iterable[str]) -> dict[str, int]:
     return {name: sum(each[name] for each in by_process) % 2**32 for name in by_process[0]}
 
 
+def read_padded(
+    shard: StoredShard, box: Index, shape: Sequence[int], read: Callable[[Index], np.ndarray]
+) -> tuple[np.ndarray, int]:
+    """Reads a box of an array with zeros as its padding.
+
+    Args:
+      shard: The shard that contains the box.
+      box: The indices to read in the padded array.
+      shape: The array's shape without padding.
+      read: Returns a box of the unpadded array.
+
+    Returns:
+      The values, and this process's share of the array's checksum: 0 if another process counts it.
+    """
+    if (inside := meet(box, full_index(shape))) is None:
+        return np.zeros(shape_of(box), np.bool_), 0
+    values = read(inside)
+    is_counted = shard.owner == jax.process_index()
+    total = share(values, [s.start for s in inside]) if is_counted else 0
+    return pad(values, shape_of(box)), total
+
+
 def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarray]) -> int:
     """Writes all slices of a leaf to its disk; returns this process's share of the checksum.
 
@@ -323,15 +346,9 @@ def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarra
         block, shard = leaf.chunks[k], leaf.shards[i]
         flat, offset, total = np.empty(len(block), leaf.dtype), 0, 0
         for box in boxes(shard_shape, block.start, block.stop):
-            size, index = math.prod(shape_of(box)), moved(box, shard.box)
-            if (inside := meet(index, full_index(shape))) is None:
-                flat[offset : offset + size] = 0
-            else:
-                values = read(inside)
-                flat[offset : offset + size] = pad(values, shape_of(box)).reshape(-1)
-                if shard.owner == jax.process_index():
-                    total += share(values, [s.start for s in inside])
-            offset += size
+            values, partial_sum = read_padded(shard, moved(box, shard.box), shape, read)
+            flat[offset : offset + values.size] = values.reshape(-1)
+            offset, total = offset + values.size, total + partial_sum
         return flat, total
 
     total = 0

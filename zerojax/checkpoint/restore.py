@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
 from zerojax.checkpoint import piecewise, state_tree
@@ -24,15 +23,15 @@ from zerojax.checkpoint.processes import LONGEST, call_and_gather, gather_string
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
-from zerojax.offload.disk.slices import StoredShard, results, shape_of, stored_shards
+from zerojax.offload.disk.slices import StoredShard
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, split_state
-from zerojax.plan import layout
 from zerojax.plan.places import DISK, disk_sections
 from zerojax.plan.state_sharding import Leaf
 from zerojax.plan.stored import StoredArray, pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.weights.shards import from_shards, padded_shape
 from zerojax.xla.types import PyTree, Shaped
 
 _MAX_BYTES_IN_FLIGHT = 2**29
@@ -258,52 +257,37 @@ def _read(
       CheckpointError: numbers overflow in the target's dtype.
       DamagedCheckpointError: arrays cannot be read.
     """
-    structs = {path: state_tree.data_of(wanted[path]) for path in leaves}
-    shards = {path: stored_shards(x.sharding, _padded(x)) for path, x in structs.items()}
 
-    def read_shard(path: Path, shard: StoredShard) -> tuple[list[jax.Array], int]:
-        leaf, struct = leaves[path], structs[path]
-        values, partial_sum = piecewise.read_padded(
-            shard, shard.box, leaf.shape, functools.partial(_read_box, saved, leaf, struct.dtype)
-        )
-        kind = struct.sharding.memory_kind
-        copies = [
-            jax.device_put(
-                values.astype(struct.dtype, copy=False),
-                SingleDeviceSharding(device, memory_kind=kind),
-            )
-            for device in shard.devices
-        ]
-        return jax.block_until_ready(copies), partial_sum
+    def read_array(path: Path) -> tuple[jax.Array, int]:
+        leaf, struct, total = leaves[path], state_tree.data_of(wanted[path]), 0
+        read_box = functools.partial(_read_box, saved, leaf, struct.dtype)
 
-    bytes_of = [
-        leaves[p].dtype.itemsize * math.prod(shape_of(s.box)) for p in leaves for s in shards[p]
-    ]
-    threads = max(_MIN_THREADS, min(_MAX_THREADS, _MAX_BYTES_IN_FLIGHT // max(bytes_of, default=1)))
-    arrays: dict[Path, jax.Array] = {}
-    shares: dict[str, int] = {}
+        def read_shard(shard: StoredShard) -> np.ndarray:
+            nonlocal total
+            values, partial_sum = piecewise.read_padded(shard, shard.box, leaf.shape, read_box)
+            total += partial_sum
+            return values.astype(struct.dtype, copy=False)
+
+        padded = padded_shape(struct.shape, struct.sharding)
+        x = from_shards(padded, struct.sharding, read_shard)
+        # Each process has all of an array that it does not share: process 0 counts it.
+        is_counted = jax.process_index() == 0 or not struct.sharding.is_fully_addressable
+        return x, total if is_counted else 0
+
+    largest = max((_shard_bytes(leaf, wanted[path]) for path, leaf in leaves.items()), default=1)
+    threads = max(_MIN_THREADS, min(_MAX_THREADS, _MAX_BYTES_IN_FLIGHT // largest))
     with ThreadPoolExecutor(threads, "zerojax-restore") as pool:
-        jobs = ((path, shard) for path in leaves for shard in shards[path])
-        reads = results((functools.partial(pool.submit, read_shard, *job) for job in jobs), threads)
-        for path, leaf in leaves.items():
-            parts = list(itertools.islice(reads, len(shards[path])))
-            copies = [copy for each, _ in parts for copy in each]
-            sharding = structs[path].sharding
-            arrays[path] = jax.make_array_from_single_device_arrays(
-                _padded(structs[path]), sharding, copies
-            )
-            # Each process has all of an array that it does not share: process 0 counts it.
-            is_counted = jax.process_index() == 0 or not sharding.is_fully_addressable
-            shares[leaf.name] = sum(part for _, part in parts) if is_counted else 0
-    return arrays, shares
+        read = dict(zip(leaves, pool.map(read_array, leaves), strict=True))
+    return (
+        {path: x for path, (x, _) in read.items()},
+        {leaves[path].name: total for path, (_, total) in read.items()},
+    )
 
 
-def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Returns the shape of an array at rest, padded so that its shards have equal sizes."""
-    shape, sharding = tuple(wanted.shape), wanted.sharding
-    if not isinstance(sharding, NamedSharding):
-        return shape
-    return layout.padded_shape(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
+def _shard_bytes(leaf: SavedArray, struct: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of a shard in the saved dtype."""
+    shard = struct.sharding.shard_shape(padded_shape(struct.shape, struct.sharding))
+    return math.prod(shard) * leaf.dtype.itemsize
 
 
 def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
@@ -405,6 +389,8 @@ def _fresh(restored: Mapping[Path, object], local: _LocalArrays, zero: Zero) -> 
         if path in wanted.on_disk:
             fresh[path] = zero.states.placer.put(value, struct.sharding, wanted.on_disk[path])
         else:
-            at_rest = jax.device_put(pad(value, _padded(struct)), struct.sharding)
+            at_rest = jax.device_put(
+                pad(value, padded_shape(struct.shape, struct.sharding)), struct.sharding
+            )
             fresh[path] = user_leaf(at_rest, struct.shape)
     return fresh

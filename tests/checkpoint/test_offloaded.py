@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, piecewise
-from zerojax.checkpoint.checksum import checksum, host_share
+from zerojax.checkpoint.checksum import begin_share, checksum
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.placement.placer import Placer
@@ -297,4 +297,4 @@ def damage(x: DiskArray) -> None:
 def test_checksums_of_host_memory_are_those_of_the_device(shape: tuple[int, ...]) -> None:
     x = jnp.asarray(np.arange(math.prod(shape)).reshape(shape), jnp.float32)
     host = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    assert host_share(host) % 2**32 == int(checksum(x))
+    assert begin_share(host)() % 2**32 == int(checksum(x))

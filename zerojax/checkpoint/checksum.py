@@ -13,8 +13,7 @@ other damage changes it with probability :math:`1 - 2^{-32}`.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -22,9 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.checkpoint.saved import block_shape
 from zerojax.checkpoint.state_tree import is_key
+from zerojax.offload.disk.slices import grid
 from zerojax.plan import layout
-from zerojax.plan.stored import StoredArray, unwrap_stored
+from zerojax.plan.places import PINNED
+from zerojax.plan.stored import StoredArray, unpad, unwrap_stored
 
 _Words = TypeVar("_Words", jax.Array, np.ndarray)
 _BLOCK = 2**16
@@ -68,28 +70,34 @@ def checksum(
     return jnp.sum(jnp.where(is_inside, _mix(words ^ term), jnp.uint32(0)), dtype=jnp.uint32)
 
 
-def begin_checksums(arrays: Mapping[str, jax.Array | StoredArray]) -> dict[str, jax.Array]:
-    """Starts to compute the checksums of arrays on the devices, for :func:`finish_checksum`.
+def begin_share(x: jax.Array | StoredArray) -> Callable[[], int]:
+    """Starts to compute this process's share of the checksum of an array, without padding.
 
-    Every device sums over its shards. In a single process, no program has a collective: many small
-    programs are in flight, and on virtual CPU devices each program would wait for threads that
-    another program holds.
-
-    Args:
-      arrays: Arrays by name; padding does not count.
+    Every device sums over its shards, without a collective: many small programs are in flight, and
+    on virtual CPU devices each program would wait for threads that another program holds. An array
+    in host memory is summed by the function that is returned.
 
     Returns:
-      Uint32 arrays by name: partial sums, or the checksum itself with several processes.
+      A function that waits for the share and returns it.
     """
-    parts = {name: _parts(x) for name, x in arrays.items()}
-    if jax.process_count() == 1:
-        return parts
-    return jax.jit(lambda t: jax.tree.map(lambda p: jnp.sum(p, dtype=jnp.uint32), t))(parts)
+    at_rest = unwrap_stored(x)
+    if at_rest.sharding.memory_kind != PINNED:
+        parts = _parts(x)
+        return lambda: sum(int(np.sum(part.data)) for part in _own_shards(parts))
+
+    def sum_on_host() -> int:
+        total = 0
+        for shard in _own_shards(at_rest):
+            start = [s.indices(n)[0] for s, n in zip(shard.index, x.shape, strict=True)]
+            inside = tuple(slice(max(n - i, 0)) for i, n in zip(start, x.shape, strict=True))
+            total += share(np.asarray(shard.data)[inside], start)
+        return total
+
+    return sum_on_host
 
 
-def finish_checksum(parts: object) -> int:
-    """Returns a checksum that :func:`begin_checksums` started; waits for the devices."""
-    return int(np.sum(np.asarray(parts), dtype=np.uint32))
+def _own_shards(x: jax.Array) -> list[jax.Shard]:
+    return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 
 
 def _parts(x: jax.Array | StoredArray) -> jax.Array:
@@ -132,33 +140,19 @@ def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
       True
     """
     words = _host_words(x)
-    inner = next(d for d in range(words.ndim) if math.prod(words.shape[d + 1 :]) <= _BLOCK)
-    rows = max(1, min(words.shape[inner], _BLOCK // max(1, math.prod(words.shape[inner + 1 :]))))
+    sizes = block_shape(words.shape, 1, _BLOCK)
     # The index term is linear in the indices: a block's term is the first block's plus an offset.
     first_terms: np.ndarray = np.zeros((), np.uint32)
-    for d, n in enumerate((rows, *words.shape[inner + 1 :]), inner):
+    for d, n in enumerate(sizes):
         first_terms = first_terms[..., None] + np.arange(n, dtype=np.uint32) * np.uint32(_odd(d))
-    begins = [*start] + [0] * (words.ndim - len(start))
-    start_term = sum(_odd(d) * begin for d, begin in enumerate(begins))
+    start_term = sum(_odd(d) * begin for d, begin in enumerate(start))
     total = 0
-    for outer in np.ndindex(words.shape[:inner]):
-        for row in range(0, words.shape[inner], rows):
-            block = words[outer][row : row + rows]
-            block_term = start_term + sum(_odd(d) * i for d, i in enumerate((*outer, row)))
-            mixed = block ^ (first_terms[: len(block)] + np.uint32(block_term % 2**32))
-            total += int(_mix(mixed).sum(dtype=np.uint64))
+    for box in grid(words.shape, sizes):
+        block = words[box]
+        block_term = start_term + sum(_odd(d) * s.start for d, s in enumerate(box))
+        mixed = block ^ (unpad(first_terms, block.shape) + np.uint32(block_term % 2**32))
+        total += int(_mix(mixed).sum(dtype=np.uint64))
     return total % 2**32
-
-
-def host_share(x: jax.Array | StoredArray) -> int:
-    """Computes this process's share of the checksum of an array in host memory, without padding."""
-    total = 0
-    for shard in unwrap_stored(x).addressable_shards:
-        if shard.replica_id == 0:
-            start = [s.indices(n)[0] for s, n in zip(shard.index, x.shape, strict=True)]
-            inside = tuple(slice(max(n - i, 0)) for i, n in zip(start, x.shape, strict=True))
-            total += share(np.asarray(shard.data)[inside], start)
-    return total
 
 
 def _odd(d: int) -> int:

@@ -8,7 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from zerojax.api import Zero
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, state_tree
-from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, host_share
+from zerojax.checkpoint.checksum import begin_share
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.checkpoint.state_tree import is_key
@@ -75,8 +75,7 @@ class PendingSave:
             name: _digest(x) for name, x in leaves.items() if _is_replicated(x)
         }
         self.extra_by_process: bool = False
-        self._sums: dict[str, jax.Array] = {}
-        self._on_host: dict[str, jax.Array | StoredArray] = {}
+        self._shares: dict[str, Callable[[], int]] = {}
         self._began = time.time_ns()
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
@@ -129,32 +128,28 @@ class PendingSave:
             file.write_text(json.dumps(self._record.extra))
 
     def begin_checksums(self) -> None:
-        """Starts the device checksums of arrays in memory; all processes call this together."""
+        """Starts the checksums of arrays in memory; all processes call this together."""
         leaves = state_tree.arrays_by_name(self.tree)
-        self._on_host = {name: x for name, x in leaves.items() if _is_pinned(x)}
-        self._sums = begin_checksums(
-            {
-                name: x
-                for name, x in leaves.items()
-                if name not in self._on_host and not isinstance(unwrap_stored(x), DiskArray)
-            }
-        )
+        self._shares = {
+            name: begin_share(x)
+            for name, x in leaves.items()
+            if not isinstance(unwrap_stored(x), DiskArray)
+        }
 
-    def host_shares(self) -> dict[str, int]:
-        """Returns this process's shares of the checksums of arrays in host memory; drops them."""
-        return {name: host_share(self._on_host.pop(name)) for name in [*self._on_host]}
+    def shares(self) -> dict[str, int]:
+        """Returns this process's shares of the checksums of arrays in memory; drops the arrays."""
+        return {name: self._shares.pop(name)() for name in [*self._shares]}
 
-    def finish(self, folder: epath.Path, sums: Mapping[str, int]) -> None:
+    def finish(self, folder: epath.Path, checksums: Mapping[str, int]) -> None:
         """Writes the record and orbax's metadata, before the step's folder gets its final name.
 
         Args:
           folder: The step's folder, with all arrays already written.
-          sums: The checksums, by name, of the arrays in host memory or on a disk.
+          checksums: The checksums of the arrays by name.
 
         Raises:
           CheckpointError: the written step is incomplete.
         """
-        checksums = {**sums, **{name: finish_checksum(x) for name, x in self._sums.items()}}
         leaves = {
             name: leaf.model_copy(update={"checksum": checksums[name]})
             for name, leaf in self._leaves.items()

@@ -19,6 +19,7 @@ import tensorstore
 from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
+from zerojax.checkpoint.saved import block_shape
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.slices import (
     Index,
@@ -259,14 +260,11 @@ def chunk_of(
       (1, 10, 1048576)
     """
     shard = sharding.shard_shape(shape)
-    if not shape:
-        return ()
-    max_elements = max(1, most // itemsize)
-    inner = next(d for d in range(len(shape)) if math.prod(shard[d + 1 :]) <= max_elements)
-    rows = max(1, min(shard[inner], max_elements // math.prod(shard[inner + 1 :])))
-    if shard[inner] != shape[inner]:  # no chunk may span two shards
-        rows = next(n for n in range(rows, 0, -1) if shard[inner] % n == 0)
-    return (*[1] * inner, rows, *shard[inner + 1 :])
+    sizes = block_shape(shard, itemsize, most)
+    for d, size in enumerate(sizes):
+        if shard[d] != shape[d]:  # no chunk may span two shards
+            sizes[d] = next(n for n in range(size, 0, -1) if shard[d] % n == 0)
+    return tuple(sizes)
 
 
 def sum_shares(shares: Iterable[str]) -> dict[str, int]:

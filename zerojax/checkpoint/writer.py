@@ -120,7 +120,7 @@ class Writer:
         name = f"{self._name}: the end of a save"
 
         def await_writes() -> str:
-            shares = pending.host_shares()
+            shares = pending.shares()
             wait_for(writing)
             return json.dumps(self._piecewise.shares | shares)
 

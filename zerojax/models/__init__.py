@@ -4,8 +4,8 @@ A config and tokens come in; logits or losses come out. Devices and shardings en
 through optional fields. Start with :class:`zerojax.models.gpt.GPT`. In reading order:
 
 - ``config``, ``loss``, ``blocks``: what all models share.
-- ``gpt``, ``llama``: decoders. ``bart``, ``t5``: encoder-decoders. ``cache``: keys and values that
-  both keep between tokens. ``deberta``, ``bert``: encoders, with ``encoder_layers``.
+- ``gpt``, ``llama``: decoders. ``encoder_decoder``, with ``bart`` and ``t5``. ``cache``: keys and
+  values that all of these keep between tokens. ``encoder``, with ``bert`` and ``deberta``.
 - ``layout``, ``tensor_parallel``: activations and parameters over the mesh axes "seq" and "model".
 - ``kernels``, ``attention``, ``assumed_attention``: fused layers, and the choice among them.
 - ``hugging_face``: weights and configs of transformers, and :func:`from_folder`. ``tokenizer``:

@@ -10,35 +10,29 @@ BlenderBot (arXiv:2004.13637), and Hugging Face, whose names the config and the 
 >>> jax.eval_shape(model.apply, variables, source, target, source > 0)
 ShapeDtypeStruct(shape=(8, 12, 96), dtype=float32)
 
-`zerojax.generate` generates targets. Shapes: B batch, S source, T target, D d_model, H heads,
-d = D / H, V vocab_size, L layers.
+`zerojax.generate` generates targets. Shapes: B batch, S source, T target, D d_model, V vocab_size.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
-from zerojax.models.cache import attend_cached, remembered
-from zerojax.models.config import Fields, ModelConfig, Sizes
-from zerojax.models.encoder_decoder import EncoderDecoder
+from zerojax.models.blocks import check_length, run_blocks
+from zerojax.models.config import Fields, Sizes
+from zerojax.models.encoder_decoder import Activation, Block, EncoderDecoder, EncoderDecoderConfig
 from zerojax.models.loss import widen
 
 LAYER_NORM_EPS = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BartConfig(ModelConfig):
+class BartConfig(EncoderDecoderConfig):
     """Sizes and options of a BART by Hugging Face's names, or of a BlenderBot with `BLENDERBOT`."""
 
-    vocab_size: int
-    d_model: int
     encoder_layers: int
     decoder_layers: int
     encoder_attention_heads: int
@@ -70,6 +64,30 @@ class BartConfig(ModelConfig):
         self.check_heads("d_model", "decoder_attention_heads")
         self.check_rates("dropout", "attention_dropout", "activation_dropout")
 
+    @property
+    def norms_sums(self) -> bool:
+        return not self.normalize_before
+
+    def sizes(self, is_decoder: bool) -> tuple[int, int, int]:
+        if is_decoder:
+            heads, width = self.decoder_attention_heads, self.decoder_ffn_dim
+        else:
+            heads, width = self.encoder_attention_heads, self.encoder_ffn_dim
+        return heads, self.d_model // heads, width
+
+    def rates(self) -> tuple[float, float, float]:
+        return self.dropout, self.attention_dropout, self.activation_dropout
+
+    def mlp(self) -> tuple[Activation, tuple[str, ...], str]:
+        return functools.partial(nn.gelu, approximate=False), ("fc1",), "fc2"
+
+    def dense(self, features: int, name: str) -> nn.Dense:
+        init = nn.initializers.normal(self.init_std)
+        return nn.Dense(features, dtype=self.dtype, kernel_init=init, name=name)
+
+    def norm(self, name: str) -> nn.Module:
+        return nn.LayerNorm(LAYER_NORM_EPS, dtype=self.dtype, name=name)
+
 
 BLENDERBOT: Fields = dict(
     normalize_before=True, normalize_embedding=False, add_final_layer_norm=True, position_offset=0,
@@ -96,139 +114,33 @@ SIZES: Sizes = {
 }
 
 
-class Attention(nn.Module):
-    """Attention of x [B, T, D] to itself, or to the memory [B, S, D] with `to_memory`.
-
-    With `positions` int [B, T] keys and values are kept, see `zerojax.models.cache`.
-    """
-
-    config: BartConfig
-    heads: int
-    deterministic: bool
-    to_memory: bool = False
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        memory: jax.Array | None,
-        mask: jax.Array | None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
-        c = self.config
-        dropout = nn.Dropout(c.attention_dropout, deterministic=self.deterministic)
-
-        def project(x: jax.Array, name: str) -> jax.Array:
-            return split_heads(_dense(c.d_model, c, name)(x), self.heads)
-
-        def keys_values() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-            source: Any = memory if self.to_memory else x
-            return project(source, "k_proj"), project(source, "v_proj"), mask
-
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, **_: jax.Array) -> jax.Array:
-            scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
-            return attend(scores, v, seen, dropout)
-
-        q = project(x, "q_proj")
-        if self.to_memory:
-            k, v, seen = remembered(self, positions, keys_values)
-            y = attention(q, k, v)
-        else:
-            k, v, seen = keys_values()
-            y = attend_cached(self, attention, attention, q, k, v, positions)
-        return _dense(c.d_model, c, "out_proj")(y.reshape(x.shape))
-
-
-class EncoderBlock(nn.Module):
-    """Attention to all of x [B, S, D], then an MLP. The second argument and result are `scan`'s."""
-
-    config: BartConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None, mask: jax.Array | None) -> tuple[jax.Array, None]:
-        c = self.config
-        attention = Attention(c, c.encoder_attention_heads, self.deterministic, name="self_attn")
-        branch = functools.partial(_branch, c, self.deterministic)
-        x = branch(x, "self_attn_layer_norm", lambda x: attention(x, None, mask))
-        return branch(x, "final_layer_norm", _mlp(c, c.encoder_ffn_dim, self.deterministic)), None
-
-
-class DecoderBlock(nn.Module):
-    """Attention to x [B, T, D], then to the memory [B, S, D], then an MLP."""
-
-    config: BartConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        _: None,
-        mask: jax.Array | None,
-        memory: jax.Array | None,
-        memory_mask: jax.Array | None,
-        positions: jax.Array | None,
-    ) -> tuple[jax.Array, None]:
-        c = self.config
-        to_itself, to_memory = (
-            Attention(c, c.decoder_attention_heads, self.deterministic, to_memory, name=name)
-            for name, to_memory in (("self_attn", False), ("encoder_attn", True))
-        )
-        branch = functools.partial(_branch, c, self.deterministic)
-        x = branch(x, "self_attn_layer_norm", lambda x: to_itself(x, None, mask, positions))
-        x = branch(
-            x, "encoder_attn_layer_norm", lambda x: to_memory(x, memory, memory_mask, positions)
-        )
-        return branch(x, "final_layer_norm", _mlp(c, c.decoder_ffn_dim, self.deterministic)), None
-
-
-def _branch(
-    c: BartConfig,
-    deterministic: bool,
-    x: jax.Array,
-    norm: str,
-    f: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """Computes x + f(norm(x)) or norm(x + f(x))."""
-    norm_layer = _layer_norm(c, norm)
-    y = f(norm_layer(x) if c.normalize_before else x)
-    x = x + nn.Dropout(c.dropout, deterministic=deterministic)(y)
-    return x if c.normalize_before else norm_layer(x)
-
-
-def _mlp(c: BartConfig, width: int, deterministic: bool) -> Callable[[jax.Array], jax.Array]:
-    """Returns an MLP [B, T, D] -> gelu [B, T, width] -> [B, T, D]."""
-
-    def mlp(x: jax.Array) -> jax.Array:
-        h = nn.gelu(_dense(width, c, "fc1")(x), approximate=False)
-        h = nn.Dropout(c.activation_dropout, deterministic=deterministic)(h)
-        return _dense(c.d_model, c, "fc2")(h)
-
-    return mlp
-
-
 class Stack(nn.Module):
     """All blocks of the encoder or the decoder, applied to embedded tokens [B, T, D]."""
 
     config: BartConfig
-    block: type[nn.Module]
     layers: int
+    is_decoder: bool
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, positions: jax.Array, deterministic: bool, *inputs: object
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        deterministic: bool,
+        mask: jax.Array | None,
+        *inputs: object,
     ) -> jax.Array:
         c = self.config
         rows = c.max_position_embeddings + c.position_offset
         x += _embed(rows, c, "embed_positions")(positions + c.position_offset)
         if c.normalize_embedding:
-            x = _layer_norm(c, "layernorm_embedding")(x)
+            x = c.norm("layernorm_embedding")(x)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, _ = run_blocks(
-            self.block, c, (deterministic,), x, *inputs, layers=range(self.layers), name="layers"
-        )
-        return _layer_norm(c, "layer_norm")(x) if c.add_final_layer_norm else x
+            Block, c, (deterministic, self.is_decoder), x, mask, None, *inputs,
+            layers=range(self.layers), name="layers",
+        )  # fmt: skip
+        return c.norm("layer_norm")(x) if c.add_final_layer_norm else x
 
 
 class Bart(EncoderDecoder):
@@ -239,8 +151,8 @@ class Bart(EncoderDecoder):
     def setup(self) -> None:
         c = self.config
         self.shared: nn.Embed = _embed(c.vocab_size, c)
-        self.encoder: Stack = Stack(c, EncoderBlock, c.encoder_layers)
-        self.decoder: Stack = Stack(c, DecoderBlock, c.decoder_layers)
+        self.encoder: Stack = Stack(c, c.encoder_layers, is_decoder=False)
+        self.decoder: Stack = Stack(c, c.decoder_layers, is_decoder=True)
         if c.add_logits_bias:
             zeros = nn.initializers.zeros
             self.final_logits_bias: jax.Array = self.param(
@@ -272,15 +184,6 @@ def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
     return jnp.where(inputs < 0, config.pad_token_id, inputs)
 
 
-def _dense(features: int, c: BartConfig, name: str) -> nn.Dense:
-    init = nn.initializers.normal(c.init_std)
-    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
-
-
 def _embed(rows: int, c: BartConfig, name: str | None = None) -> nn.Embed:
     init = nn.initializers.normal(c.init_std)
     return nn.Embed(rows, c.d_model, dtype=c.dtype, embedding_init=init, name=name)
-
-
-def _layer_norm(c: BartConfig, name: str) -> nn.LayerNorm:
-    return nn.LayerNorm(LAYER_NORM_EPS, dtype=c.dtype, name=name)

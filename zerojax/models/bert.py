@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import check_length, run_blocks
+from zerojax.models.blocks import keys_mask, run_blocks
 from zerojax.models.config import Sizes
-from zerojax.models.encoder_layers import (
+from zerojax.models.encoder import (
     ACTIVATIONS,
     Block,
+    Body,
+    Encoder,
     EncoderConfig,
     SelfAttention,
     dense,
-    embed,
-    hidden_dropout,
     layer_norm,
 )
 from zerojax.models.loss import widen
@@ -64,6 +64,19 @@ class BertConfig(EncoderConfig):
         """True for a RoBERTa, where padding has no position of its own."""
         return self.model_type == "roberta"
 
+    def positions(self, input_ids: jax.Array) -> jax.Array:
+        if not self.counts_tokens:
+            return super().positions(input_ids)
+        first, tokens = self.pad_token_id + 1, input_ids.shape[1]
+        if tokens > self.block_size:
+            raise ValueError(
+                f"{tokens} tokens in a row, but max_position_embeddings = "
+                f"{self.max_position_embeddings} of a RoBERTa begin at {first}: cut the rows, or "
+                "increase it"
+            )
+        is_token = input_ids != self.pad_token_id
+        return jnp.cumsum(is_token, axis=1) * is_token + self.pad_token_id
+
 
 SIZES: Sizes = {
     "bert-tiny": dict(
@@ -78,43 +91,7 @@ SIZES: Sizes = {
 }  # fmt: skip
 
 
-class Embeddings(nn.Module):
-    """Tokens int [B, T] and their types -> [B, T, D]."""
-
-    config: BertConfig
-    deterministic: bool
-
-    def setup(self) -> None:
-        c = self.config
-        self.word_embeddings: nn.Embed = embed(c.vocab_size, c)
-        self.position_embeddings: nn.Embed = embed(c.max_position_embeddings, c)
-        self.token_type_embeddings: nn.Embed = embed(c.type_vocab_size, c)
-        self.LayerNorm: nn.LayerNorm = nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype)
-        self.dropout: nn.Dropout = hidden_dropout(c, self.deterministic)
-
-    def __call__(self, input_ids: jax.Array, token_type_ids: jax.Array | None) -> jax.Array:
-        types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        x = self.word_embeddings(input_ids) + self.token_type_embeddings(types)
-        x = self.LayerNorm(x + self.position_embeddings(self._positions(input_ids)))
-        return self.dropout(x)
-
-    def _positions(self, input_ids: jax.Array) -> jax.Array:
-        c = self.config
-        check_length(input_ids, c, "max_position_embeddings")
-        if not c.counts_tokens:
-            return jnp.arange(input_ids.shape[1])
-        first, tokens = c.pad_token_id + 1, input_ids.shape[1]
-        if tokens > c.block_size:
-            raise ValueError(
-                f"{tokens} tokens in a row, but max_position_embeddings = "
-                f"{c.max_position_embeddings} of a RoBERTa begin at {first}: cut the rows, or "
-                "increase it"
-            )
-        is_token = input_ids != c.pad_token_id
-        return jnp.cumsum(is_token, axis=1) * is_token + c.pad_token_id
-
-
-class Encoder(nn.Module):
+class Blocks(nn.Module):
     """[B, T, D] -> [B, T, D]."""
 
     config: BertConfig
@@ -123,78 +100,43 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         c, fields = self.config, (self.deterministic, SelfAttention)
-        keys = None if mask is None else mask[:, None, None, :].astype(bool)
         layers = range(c.num_hidden_layers)
-        return run_blocks(Block, c, fields, x, keys, layers=layers, name="layer")[0]
+        return run_blocks(Block, c, fields, x, keys_mask(mask), layers=layers, name="layer")[0]
 
 
-class Bert(nn.Module):
+class Bert(Body):
     """Tokens int [B, T] -> [B, T, D]; arguments as for `BertClassifier`."""
 
-    config: BertConfig
-    deterministic: bool = True
-
-    def setup(self) -> None:
-        self.embeddings: Embeddings = Embeddings(self.config, self.deterministic)
-        self.encoder: Encoder = Encoder(self.config, self.deterministic)
-
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        token_type_ids: jax.Array | None = None,
-    ) -> jax.Array:
-        return self.encoder(self.embeddings(input_ids, token_type_ids), attention_mask)
-
-    def scores(self, x: jax.Array) -> jax.Array:
-        """Computes the product [..., V] of x [..., D] with the table of tokens."""
-        return self.embeddings.word_embeddings.attend(x)
+    blocks = Blocks
 
 
-class BertClassifier(nn.Module):
-    """Tokens int [B, T] -> logits [B, C] in fp32 or wider, from the first token's features.
-
-    `attention_mask` [B, T] is 0 or False on padding; `token_type_ids` are int [B, T].
-    `deterministic=False` needs `rngs={"dropout": key}`.
-    """
+class BertClassifier(Encoder):
+    """Tokens int [B, T] -> logits [B, C], from the first token's features."""
 
     config: BertConfig
 
-    @nn.compact
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        token_type_ids: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
+    body = Bert
+
+    @nn.nowrap
+    def head(self, x: jax.Array, body: Body, deterministic: bool) -> jax.Array:
         c = self.config
         rate = c.hidden_dropout_prob if c.classifier_dropout is None else c.classifier_dropout
-        body = Bert(c, deterministic, name=c.model_type)
-        x = body(input_ids, attention_mask, token_type_ids)[:, 0]
+        x = x[:, 0]
         if c.counts_tokens:
             x = nn.Dropout(rate, deterministic=deterministic)(x)
         x = jnp.tanh(dense(c.hidden_size, c, "pooler")(x))
         x = nn.Dropout(rate, deterministic=deterministic)(x)
-        return widen(dense(c.num_labels, c, "classifier")(x))
+        return dense(c.num_labels, c, "classifier")(x)
 
 
-class BertMaskedLM(nn.Module):
-    """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; arguments as for `BertClassifier`."""
+class BertMaskedLM(BertClassifier):
+    """Tokens int [B, T] -> logits [B, T, V]; the table of tokens computes them."""
 
-    config: BertConfig
-
-    @nn.compact
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        token_type_ids: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
+    @nn.nowrap
+    def head(self, x: jax.Array, body: Body, deterministic: bool) -> jax.Array:
         c = self.config
-        body = Bert(c, deterministic, name=c.model_type)
-        x = body(input_ids, attention_mask, token_type_ids)
         x = layer_norm(c)(ACTIVATIONS["gelu"](dense(c.hidden_size, c, "transform")(x)))
         bias = self.param("bias", nn.initializers.zeros, (c.vocab_size,))
-        return widen(body.scores(x)) + bias
+        table = body.variables["params"]["embeddings"]["word_embeddings"]["embedding"]
+        x, table = nn.dtypes.promote_dtype(x, table, dtype=c.dtype)
+        return widen(x @ table.T) + bias

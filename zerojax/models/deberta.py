@@ -24,19 +24,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
+from zerojax.models.blocks import attend, keys_mask, run_blocks, split_heads
 from zerojax.models.config import Sizes
-from zerojax.models.encoder_layers import (
+from zerojax.models.encoder import (
     ACTIVATIONS,
     Block,
+    Body,
     DenseGelu,
+    Encoder,
     EncoderConfig,
     dense,
     embed,
     hidden_dropout,
     layer_norm,
+    masked,
 )
-from zerojax.models.loss import widen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,16 +48,18 @@ class DebertaConfig(EncoderConfig):
     With a convolution, `scan` leaves the first block unstacked.
     """
 
+    model_type: str = "deberta-v2"
     max_relative_positions: int = -1  # below 1: max_position_embeddings
     position_buckets: int = 256  # below 1: a bucket for each distance
     pos_att_type: tuple[str, ...] = ("c2p", "p2c")  # empty: no relative positions
     share_att_key: bool = True  # positions use the content's projections
     norm_rel_ebd: str = "layer_norm"  # or "none"
     position_biased_input: bool = False  # adds absolute positions
-    type_vocab_size: int = 0
     conv_kernel_size: int = 0
     conv_act: str = "gelu"
     layer_norm_eps: float = 1e-7
+
+    zeros_padding = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +68,10 @@ class DebertaConfig(EncoderConfig):
         self.check_one_of("pos_att_type", (), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))
         if self.conv_kernel_size and self.conv_kernel_size % 2 == 0:
             self.reject("conv_kernel_size", "be odd, or 0 for no convolution")
+
+    @property
+    def adds_positions(self) -> bool:
+        return self.position_biased_input
 
     @property
     def span(self) -> int:
@@ -193,33 +201,11 @@ class Conv(nn.Module):
         c, size = self.config, (self.config.conv_kernel_size,)
         init = nn.initializers.normal(c.initializer_range)
         conv = nn.Conv(c.hidden_size, size, dtype=c.dtype, kernel_init=init, name="conv")
-        convolved = hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
-        return _masked(layer_norm(c)(y + ACTIVATIONS[c.conv_act](convolved)), mask)
+        convolved = hidden_dropout(c, self.deterministic)(masked(conv(x), mask))
+        return masked(layer_norm(c)(y + ACTIVATIONS[c.conv_act](convolved)), mask)
 
 
-class Embeddings(nn.Module):
-    """Tokens int [B, T] -> [B, T, D], zeros on padding."""
-
-    config: DebertaConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(
-        self, input_ids: jax.Array, mask: jax.Array | None, token_type_ids: jax.Array | None
-    ) -> jax.Array:
-        c, tokens = self.config, input_ids.shape[1]
-        x = embed(c.vocab_size, c, "word_embeddings")(input_ids)
-        if c.position_biased_input:
-            check_length(input_ids, c, "max_position_embeddings")
-            table = embed(c.max_position_embeddings, c, "position_embeddings")
-            x += table(jnp.arange(tokens))
-        if c.type_vocab_size:
-            types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-            x += embed(c.type_vocab_size, c, "token_type_embeddings")(types)
-        return hidden_dropout(c, self.deterministic)(_masked(layer_norm(c)(x), mask))
-
-
-class Encoder(nn.Module):
+class Blocks(nn.Module):
     """[B, T, D] -> [B, T, D]."""
 
     config: DebertaConfig
@@ -232,7 +218,7 @@ class Encoder(nn.Module):
             table = embed(2 * c.span, c, "rel_embeddings").embedding
             if c.norm_rel_ebd == "layer_norm":
                 table = layer_norm(c)(table)
-        keys = None if mask is None else mask[:, None, None, :].astype(bool)
+        keys = keys_mask(mask)
 
         def run(x: jax.Array, c: DebertaConfig, layers: range) -> jax.Array:
             return run_blocks(Block, c, fields, x, keys, table, layers=layers, name="layer")[0]
@@ -244,47 +230,21 @@ class Encoder(nn.Module):
         return run(x, c, layers) if layers else x
 
 
-class Deberta(nn.Module):
+class Deberta(Body):
     """Tokens int [B, T] -> [B, T, D]; arguments as for `DebertaClassifier`."""
 
-    config: DebertaConfig
-
-    @nn.compact
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        token_type_ids: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
-        embeddings = Embeddings(self.config, deterministic, name="embeddings")
-        x = embeddings(input_ids, attention_mask, token_type_ids)
-        return Encoder(self.config, deterministic, name="encoder")(x, attention_mask)
+    blocks = Blocks
 
 
-class DebertaClassifier(nn.Module):
-    """Tokens int [B, T] -> logits [B, C] in fp32 or wider, from the first token's features.
-
-    `attention_mask` [B, T] is 0 or False on padding; `token_type_ids` int [B, T] are used if
-    `type_vocab_size` is not 0. `deterministic=False` needs `rngs={"dropout": key}`.
-    """
+class DebertaClassifier(Encoder):
+    """Tokens int [B, T] -> logits [B, C], from the first token's features."""
 
     config: DebertaConfig
 
-    @nn.compact
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        token_type_ids: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
+    body = Deberta
+
+    @nn.nowrap
+    def head(self, x: jax.Array, body: Body, deterministic: bool) -> jax.Array:
         c = self.config
-        body = Deberta(c, name="deberta")
-        x = body(input_ids, attention_mask, token_type_ids, deterministic)[:, 0]
-        x = hidden_dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
-        return widen(dense(c.num_labels, c, "classifier")(x))
-
-
-def _masked(x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    return x if mask is None else x * mask[..., None].astype(x.dtype)
+        x = DenseGelu(c, c.hidden_size, name="pooler")(x[:, 0])
+        return dense(c.num_labels, c, "classifier")(hidden_dropout(c, deterministic)(x))

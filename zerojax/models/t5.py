@@ -16,30 +16,31 @@ H num_heads, V vocab_size.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, run_blocks, split_heads
-from zerojax.models.cache import attend_cached, remembered
-from zerojax.models.config import ModelConfig, Sizes
-from zerojax.models.encoder_decoder import EncoderDecoder
+from zerojax.models.blocks import run_blocks
+from zerojax.models.config import Sizes
+from zerojax.models.encoder_decoder import Activation, Block, EncoderDecoder, EncoderDecoderConfig
 from zerojax.models.loss import widen
 
 GATED = "gated-gelu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config(ModelConfig):
+class T5Config(EncoderDecoderConfig):
     """Sizes and options of a T5, by Hugging Face's names."""
 
-    vocab_size: int
-    d_model: int
+    branches = ("self_attention", "cross_attention", "mlp")
+    projections = ("q", "k", "v", "o")
+    scales_scores = False
+    norms_inside = True
+
     d_kv: int  # features of a head
     d_ff: int
     num_layers: int  # of the encoder
@@ -72,6 +73,30 @@ class T5Config(ModelConfig):
                 n, f"be from 4 to 2 * relative_attention_max_distance - 1 = {2 * farthest - 1}"
             )
 
+    def sizes(self, is_decoder: bool) -> tuple[int, int, int]:
+        return self.num_heads, self.d_kv, self.d_ff
+
+    def rates(self) -> tuple[float, float, float]:
+        return self.dropout_rate, self.dropout_rate, self.dropout_rate
+
+    def mlp(self) -> tuple[Activation, tuple[str, ...], str]:
+        if self.feed_forward_proj == GATED:
+            return functools.partial(nn.gelu, approximate=True), ("wi_0", "wi_1"), "wo"
+        return nn.relu, ("wi",), "wo"
+
+    def dense(self, features: int, name: str) -> nn.Dense:
+        inputs = {"q": self.d_model * self.d_kv, "o": self.num_heads * self.d_kv, "wo": self.d_ff}
+        init = self.normal(inputs.get(name, self.d_model))
+        return nn.Dense(features, use_bias=False, dtype=self.dtype, kernel_init=init, name=name)
+
+    def norm(self, name: str) -> nn.Module:
+        scale = nn.initializers.constant(self.initializer_factor)
+        return nn.RMSNorm(self.layer_norm_epsilon, dtype=self.dtype, scale_init=scale, name=name)
+
+    def normal(self, inputs: int) -> nn.initializers.Initializer:
+        """Returns the initializer of a layer of that many inputs."""
+        return nn.initializers.normal(self.initializer_factor * inputs**-0.5)
+
 
 SIZES: Sizes = {
     "t5-tiny": dict(
@@ -85,118 +110,10 @@ SIZES: Sizes = {
 }  # fmt: skip
 
 
-class Attention(nn.Module):
-    """x + attention of norm(x) [B, T, D] to itself, or to the memory [B, K, D] with `to_memory`.
-
-    `bias` [H, T, K] or [B, H, T, K] is added to the scores. With `positions` int [B, T] keys and
-    values are kept, see `zerojax.models.cache`.
-    """
-
-    config: T5Config
-    deterministic: bool
-    to_memory: bool = False
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        memory: jax.Array | None,
-        mask: jax.Array | None,
-        bias: jax.Array | None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
-        c = self.config
-        h = norm(c, "layer_norm")(x)
-
-        def project(x: jax.Array, name: str, fan_in: int) -> jax.Array:
-            return split_heads(_dense(c.num_heads * c.d_kv, fan_in, c, name)(x), c.num_heads)
-
-        def keys_values() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-            source: Any = memory if self.to_memory else h
-            return project(source, "k", c.d_model), project(source, "v", c.d_model), mask
-
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, **_: jax.Array) -> jax.Array:
-            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-            if bias is not None:
-                scores += bias
-            return attend(scores, v, seen, _dropout(c, self.deterministic))
-
-        q = project(h, "q", c.d_model * c.d_kv)
-        if self.to_memory:
-            k, v, seen = remembered(self, positions, keys_values)
-            y = attention(q, k, v)
-        else:
-            k, v, seen = keys_values()
-            y = attend_cached(self, attention, attention, q, k, v, positions)
-        y = y.reshape(*x.shape[:-1], c.num_heads * c.d_kv)
-        y = _dense(c.d_model, c.num_heads * c.d_kv, c, "o")(y)
-        return x + _dropout(c, self.deterministic)(y)
-
-
-class Mlp(nn.Module):
-    """x + mlp(norm(x)) [B, T, D]; the activation is ReLU, or tanh GELU with a gate."""
-
-    config: T5Config
-    deterministic: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        h = norm(c, "layer_norm")(x)
-        if c.feed_forward_proj == GATED:
-            gate = nn.gelu(_dense(c.d_ff, c.d_model, c, "wi_0")(h), approximate=True)
-            h = gate * _dense(c.d_ff, c.d_model, c, "wi_1")(h)
-        else:
-            h = nn.relu(_dense(c.d_ff, c.d_model, c, "wi")(h))
-        h = _dense(c.d_model, c.d_ff, c, "wo")(_dropout(c, self.deterministic)(h))
-        return x + _dropout(c, self.deterministic)(h)
-
-
-class EncoderBlock(nn.Module):
-    """Attention to all of x [B, S, D], then an MLP. The second argument and result are `scan`'s."""
-
-    config: T5Config
-    deterministic: bool
-
-    @nn.compact
-    def __call__(
-        self, x: jax.Array, _: None, mask: jax.Array | None, bias: jax.Array
-    ) -> tuple[jax.Array, None]:
-        fields = (self.config, self.deterministic)
-        x = Attention(*fields, name="self_attention")(x, None, mask, bias)
-        return Mlp(*fields, name="mlp")(x), None
-
-
-class DecoderBlock(nn.Module):
-    """Attention to x [B, T, D], then to the memory [B, S, D], then an MLP."""
-
-    config: T5Config
-    deterministic: bool
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        _: None,
-        mask: jax.Array,
-        bias: jax.Array,
-        memory: jax.Array | None,
-        memory_mask: jax.Array | None,
-        positions: jax.Array | None,
-    ) -> tuple[jax.Array, None]:
-        fields = (self.config, self.deterministic)
-        x = Attention(*fields, name="self_attention")(x, None, mask, bias, positions)
-        x = Attention(*fields, to_memory=True, name="cross_attention")(
-            x, memory, memory_mask, None, positions
-        )
-        return Mlp(*fields, name="mlp")(x), None
-
-
 class Stack(nn.Module):
     """All blocks of the encoder or the decoder, applied to embedded tokens [B, T, D]."""
 
     config: T5Config
-    block: type[nn.Module]
     layers: int
     is_decoder: bool
 
@@ -211,12 +128,13 @@ class Stack(nn.Module):
     ) -> jax.Array:
         c = self.config
         bias = self._bias(positions, x.shape[1] if mask is None else mask.shape[-1])
-        x = _dropout(c, deterministic)(x)
+        x = nn.Dropout(c.dropout_rate, deterministic=deterministic)(x)
         x, _ = run_blocks(
-            self.block, c, (deterministic,), x, mask, bias, *inputs,
+            Block, c, (deterministic, self.is_decoder), x, mask, bias, *inputs,
             layers=range(self.layers), name="block",
         )  # fmt: skip
-        return _dropout(c, deterministic)(norm(c, "final_layer_norm")(x))
+        x = c.norm("final_layer_norm")(x)
+        return nn.Dropout(c.dropout_rate, deterministic=deterministic)(x)
 
     @nn.nowrap
     def _bias(self, positions: jax.Array, keys: int) -> jax.Array:
@@ -227,7 +145,7 @@ class Stack(nn.Module):
         c = self.config
         table = nn.Embed(
             c.relative_attention_num_buckets, c.num_heads, dtype=c.dtype,
-            embedding_init=_normal(c, c.d_model), name="relative_attention_bias",
+            embedding_init=c.normal(c.d_model), name="relative_attention_bias",
         )  # fmt: skip
         rows = buckets(np.arange(1 - keys, keys), c, is_decoder=self.is_decoder)
         distances = jnp.arange(keys) - positions[..., None] + keys - 1
@@ -245,10 +163,12 @@ class T5(EncoderDecoder):
         self.shared: nn.Embed = nn.Embed(
             c.vocab_size, c.d_model, dtype=c.dtype, embedding_init=init
         )
-        self.encoder: Stack = Stack(c, EncoderBlock, c.num_layers, is_decoder=False)
-        self.decoder: Stack = Stack(c, DecoderBlock, c.num_decoder_layers, is_decoder=True)
+        self.encoder: Stack = Stack(c, c.num_layers, is_decoder=False)
+        self.decoder: Stack = Stack(c, c.num_decoder_layers, is_decoder=True)
         if not c.tie_word_embeddings:
-            self.lm_head: nn.Dense = _dense(c.vocab_size, 1, c)
+            self.lm_head: nn.Dense = nn.Dense(
+                c.vocab_size, use_bias=False, dtype=c.dtype, kernel_init=init
+            )
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         return self.shared(tokens)
@@ -282,23 +202,3 @@ def buckets(distances: np.ndarray, c: T5Config, *, is_decoder: bool) -> np.ndarr
     span = np.float32(math.log(c.relative_attention_max_distance / exact))
     far = exact + (logarithm / span * np.float32(count - exact)).astype(int)
     return np.where(distances < exact, distances, np.minimum(far, count - 1)) + offset
-
-
-def norm(c: T5Config, name: str) -> nn.RMSNorm:
-    """Returns the norm of D features."""
-    scale = nn.initializers.constant(c.initializer_factor)
-    return nn.RMSNorm(c.layer_norm_epsilon, dtype=c.dtype, scale_init=scale, name=name)
-
-
-def _dense(features: int, fan_in: int, c: T5Config, name: str | None = None) -> nn.Dense:
-    init = _normal(c, fan_in)
-    return nn.Dense(features, use_bias=False, dtype=c.dtype, kernel_init=init, name=name)
-
-
-def _normal(c: T5Config, fan_in: int) -> Callable[..., jax.Array]:
-    init: Callable[..., jax.Array] = nn.initializers.normal(c.initializer_factor * fan_in**-0.5)
-    return init
-
-
-def _dropout(c: T5Config, deterministic: bool) -> nn.Dropout:
-    return nn.Dropout(c.dropout_rate, deterministic=deterministic)

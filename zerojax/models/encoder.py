@@ -1,4 +1,4 @@
-"""Layers and options that encoders share, and the post-LayerNorm blocks of DeBERTa and BERT.
+"""Options, embeddings, post-LayerNorm blocks and calls of BERT and DeBERTa.
 
 The modules have the names of transformers. Shapes: B batch, T time, D hidden_size.
 """
@@ -6,13 +6,15 @@ The modules have the names of transformers. Shapes: B batch, T time, D hidden_si
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, split_heads
+from zerojax.models.blocks import attend, check_length, split_heads
 from zerojax.models.config import ModelConfig
+from zerojax.models.loss import widen
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: nn.gelu(x, approximate=False),
@@ -22,10 +24,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(ModelConfig):
-    """Sizes and options of an encoder of tokens, by Hugging Face's names."""
+    """Sizes and options of an encoder of tokens, by Hugging Face's names.
 
+    Attributes:
+      zeros_padding: Whether features of padding are zeros before the first block.
+    """
+
+    model_type: str
     vocab_size: int
-
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -36,6 +42,9 @@ class EncoderConfig(ModelConfig):
     attention_probs_dropout_prob: float = 0.1
     num_labels: int = 2
     max_position_embeddings: int = 512
+    type_vocab_size: int = 0
+
+    zeros_padding: ClassVar = False
 
     def __post_init__(self) -> None:
         self.check_sizes(
@@ -44,6 +53,15 @@ class EncoderConfig(ModelConfig):
         )
         self.check_heads("hidden_size", "num_attention_heads")
         self.check_rates("hidden_dropout_prob", "attention_probs_dropout_prob")
+
+    @property
+    def adds_positions(self) -> bool:
+        """True where absolute positions are added to the tokens."""
+        return True
+
+    def positions(self, input_ids: jax.Array) -> jax.Array:
+        """Returns the positions of tokens [B, T], int [T] or [B, T]."""
+        return jnp.arange(input_ids.shape[1])
 
 
 class SelfAttention(nn.Module):
@@ -116,7 +134,81 @@ class Block(nn.Module):
         return Output(c, deterministic, name="output")(x, h), None
 
 
-def embed(rows: int, c: EncoderConfig, name: str | None = None) -> nn.Embed:
+class Embeddings(nn.Module):
+    """Tokens int [B, T] and their types -> [B, T, D]."""
+
+    config: EncoderConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(
+        self, input_ids: jax.Array, mask: jax.Array | None, token_type_ids: jax.Array | None
+    ) -> jax.Array:
+        c = self.config
+        x = embed(c.vocab_size, c, "word_embeddings")(input_ids)
+        if c.type_vocab_size:
+            types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+            x += embed(c.type_vocab_size, c, "token_type_embeddings")(types)
+        if c.adds_positions:
+            check_length(input_ids, c, "max_position_embeddings")
+            table = embed(c.max_position_embeddings, c, "position_embeddings")
+            x += table(c.positions(input_ids))
+        x = layer_norm(c)(x)
+        return hidden_dropout(c, self.deterministic)(masked(x, mask) if c.zeros_padding else x)
+
+
+class Body(nn.Module):
+    """Tokens int [B, T] -> [B, T, D]; arguments as for `Encoder`."""
+
+    config: EncoderConfig
+    deterministic: bool = True
+
+    blocks: ClassVar[type[nn.Module]]
+
+    @nn.compact
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        token_type_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        fields = self.config, self.deterministic
+        embeddings = Embeddings(*fields, name="embeddings")
+        x = embeddings(input_ids, attention_mask, token_type_ids)
+        features: jax.Array = self.blocks(*fields, name="encoder")(x, attention_mask)
+        return features
+
+
+class Encoder(nn.Module):
+    """Tokens int [B, T] -> logits in fp32 or wider, by a head on the features of a body.
+
+    `attention_mask` [B, T] is 0 or False on padding; `token_type_ids` int [B, T] are used if
+    `type_vocab_size` is not 0. `deterministic=False` needs `rngs={"dropout": key}`.
+    """
+
+    config: EncoderConfig
+
+    body: ClassVar[type[Body]]
+
+    @nn.compact
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        token_type_ids: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        name, _, _version = self.config.model_type.partition("-")
+        body = self.body(self.config, deterministic, name=name)
+        x = body(input_ids, attention_mask, token_type_ids)
+        return widen(self.head(x, body, deterministic))
+
+    def head(self, x: jax.Array, body: Body, deterministic: bool) -> jax.Array:
+        """Computes logits from the body's features [B, T, D]."""
+        raise NotImplementedError
+
+
+def embed(rows: int, c: EncoderConfig, name: str) -> nn.Embed:
     """Returns a table [rows, D]."""
     init = nn.initializers.normal(c.initializer_range)
     return nn.Embed(rows, c.hidden_size, dtype=c.dtype, embedding_init=init, name=name)
@@ -136,3 +228,8 @@ def dense(features: int, c: EncoderConfig, name: str) -> nn.Dense:
     """Returns a dense layer to the given number of features."""
     init = nn.initializers.normal(c.initializer_range)
     return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
+
+
+def masked(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Replaces features [B, T, D] of padding by zeros."""
+    return x if mask is None else x * mask[..., None].astype(x.dtype)

@@ -28,12 +28,12 @@ from zerojax.config.kinds import (
     optional,
 )
 from zerojax.distributed import log
+from zerojax.optim.schedules import OF_TRANSFORMERS
 from zerojax.trainer.metric_rates import NAME as BY_METRIC
 from zerojax.trainer.optimizer_names import ALTERNATIVES, OPTIMIZERS, optimizer_problems
 from zerojax.trainer.order import STRATEGIES
 from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT, fsdp_options
 from zerojax.trainer.read_by_scripts import ReadByScripts
-from zerojax.trainer.schedules import SCHEDULES
 from zerojax.trainer.theirs import is_default, set_arguments
 
 MONITORS = ("tensorboard", "wandb", "csv")
@@ -98,7 +98,7 @@ class TrainingArguments(ReadByScripts):
         :mod:`zerojax.models.losses`.
       num_train_epochs: Epochs; 1.5 ends in the middle of the second.
       max_steps: The number of updates; if above 0, it overrides ``num_train_epochs``.
-      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules` and
+      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.optim.schedules` and
         :mod:`zerojax.trainer.metric_rates`. The kwargs, like ``deepspeed`` and ``fsdp_config``, may
         be a string with the JSON of an object.
       warmup_steps, warmup_ratio: Updates of the warm-up, or their fraction of all updates.
@@ -165,7 +165,7 @@ did you mean `learning_rate`?
     label_smoothing_factor: Annotated[float, BETA] = 0.0
     num_train_epochs: Annotated[float, ABOVE_ZERO] = 3.0
     max_steps: Annotated[int, INTEGER] = -1
-    lr_scheduler_type: Annotated[str, choice(*SCHEDULES, BY_METRIC)] = "linear"
+    lr_scheduler_type: Annotated[str, choice(*OF_TRANSFORMERS, BY_METRIC)] = "linear"
     lr_scheduler_kwargs: Annotated[Mapping[str, object] | str | None, optional(_OBJECT)] = None
     warmup_steps: Annotated[float, AMOUNT] = 0
     warmup_ratio: Annotated[float, optional(FRACTION)] = 0.0

@@ -19,11 +19,11 @@ import math
 from collections.abc import Sequence
 
 from zerojax.config.errors import ConfigError
-from zerojax.trainer.schedules import Options, check_choice, chosen_options
+from zerojax.optim.schedules import Params, check_choice, check_options
 
 NAME = "reduce_lr_on_plateau"
 
-_OPTIONS: dict[str, object] = {
+_OPTIONS: Params = {
     "mode": "min", "threshold_mode": "rel", "factor": 0.1, "patience": 10, "threshold": 1e-4,
     "cooldown": 0, "min_lr": 0.0, "eps": 1e-8,
 }  # fmt: skip
@@ -45,10 +45,11 @@ class MetricRate:
       [1.0, 1.0, 1.0, 0.5]
     """
 
-    def __init__(self, rate: float, options: Options | None = None) -> None:
-        self._rate, self._options = rate, chosen_options(NAME, _OPTIONS, options)
-        check_choice(self._options, "mode", ("min", "max"))
-        check_choice(self._options, "threshold_mode", ("rel", "abs"))
+    def __init__(self, rate: float, options: Params | None = None) -> None:
+        check_options(NAME, options or {}, _OPTIONS)
+        self._rate, self._options = rate, {**_OPTIONS, **(options or {})}
+        check_choice("mode", self._options["mode"], ("min", "max"))
+        check_choice("threshold_mode", self._options["threshold_mode"], ("rel", "abs"))
         if not 0 < self._options["factor"] < 1:
             raise ConfigError("lr_scheduler_kwargs: factor must be between 0 and 1")
 

@@ -12,6 +12,7 @@ from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig, ZeroCo
 from zerojax.config.errors import as_text
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.optim.named import Rate, named_optimizer
+from zerojax.optim.schedules import Params, Run, schedule_of_transformers
 from zerojax.optim.schedules import schedule as rate_of
 from zerojax.optim.wrap import features, wrap
 from zerojax.plan.state_sharding import DTYPES
@@ -20,7 +21,6 @@ from zerojax.trainer.metric_rates import NAME as BY_METRIC
 from zerojax.trainer.metric_rates import MetricRate
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
 from zerojax.trainer.rate_in_state import InState
-from zerojax.trainer.schedules import Options, Run, schedule
 
 
 def optimizer_of(
@@ -50,7 +50,7 @@ def optimizer_of(
         if problems := [*_replaced(args, config)]:
             raise ConfigError(problems, "Trainer(optimizer=...)")
         return zero.wrap(own), None
-    options = cast("Options | None", args.lr_scheduler_kwargs)
+    options = cast("Params | None", args.lr_scheduler_kwargs)
     base = args.learning_rate
     if config.optimizer is not None:
         base = config.optimizer.with_defaults().get("lr", base)
@@ -59,7 +59,7 @@ def optimizer_of(
         tx, _ = _with_rate(args, config, optax.constant_schedule(1.0))
         in_state = InState.of(tx, metric_rate, args.metric_for_best_model)
         return wrap(in_state.tx, **features(config)), in_state
-    rate = config.scheduler or schedule(
+    rate = config.scheduler or schedule_of_transformers(
         args.lr_scheduler_type, Run(base, args.warmup(steps), steps), options
     )
     tx, learning_rate = _with_rate(args, config, rate)
@@ -82,8 +82,8 @@ def _replaced(args: TrainingArguments, config: ZeroConfig) -> Iterator[str]:
     for name in args.changed(IN_TRANSFORMATION):
         yield (
             f"{name} = {as_text(getattr(args, name))} has no effect on your transformation: "
-            'build it in, optax.adamw(schedule("cosine", Run(rate, warmup, steps))) with '
-            "schedule and Run of zerojax.trainer.schedules, or remove optimizer="
+            'build it in, optax.adamw(schedule_of_transformers("cosine", Run(rate, warmup, '
+            "steps))) with the functions of zerojax.optim.schedules, or remove optimizer="
         )
 
 

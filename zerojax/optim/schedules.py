@@ -155,10 +155,10 @@ def _warmup(params: Params) -> tuple[int, optax.Schedule]:
 def _warmup_lr(params: Params, base_lr: float) -> optax.Schedule:
     w, warmup = _warmup(params)
     low, high = params["warmup_min_lr"], params["warmup_max_lr"]
-    span = params.get("total_num_steps", 0) - w
+    span: int = params.get("total_num_steps", 0) - w
 
     def decay(t: jax.Array) -> jax.Array:
-        return jnp.maximum(0, _float(span - t)) / max(1, span)
+        return _float(jnp.maximum(0, span - t)) / max(1, span)
 
     after = decay if "total_num_steps" in params else optax.constant_schedule(1.0)
     g = optax.join_schedules([warmup, after], [w])

@@ -9,8 +9,8 @@ and metrics come out. In reading order:
 - ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
 - ``model``: linen and NNX models alike. ``initial_state``: new parameters, or the user's.
   ``losses``: the interface of loss functions; ready ones are in ``zerojax.models.losses``.
-- ``data``: rows and batches. ``order``: the order of the rows. ``stream``: datasets without a
-  length. ``limits``: checks of batches. ``partial``: an epoch's last update.
+- ``data``: rows and batches, of lists and streams. ``order``: the order of the rows. ``limits``:
+  checks of batches. ``partial``: an epoch's last update.
 - ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``saved_model``: the
   folders of ``save_model``.
 - ``reports``: logs and monitors. ``screen``, ``progress``: bars and lines. ``summary``,

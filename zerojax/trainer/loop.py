@@ -51,7 +51,6 @@ from zerojax.trainer.resolved import resolved, stages_in
 from zerojax.trainer.run_folder import RunFolder, preemption_notice, temporary_checkpoint
 from zerojax.trainer.saved_model import write_model
 from zerojax.trainer.script_methods import ScriptMethods
-from zerojax.trainer.stream import reader_of
 from zerojax.xla.types import PyTree
 
 
@@ -376,7 +375,7 @@ class Trainer(ScriptMethods):
     def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
         data.check(name, dataset)
         args, micro_batch = self.args, self.epochs.batch // self.args.gradient_accumulation_steps
-        return reader_of(
+        return data.Reader(
             dataset, multiple=micro_batch if args.dataloader_drop_last else 1,
             collator=self._collator, mesh=self.zero.mesh, numbers_only=args.remove_unused_columns,
             check=self._limits.check,

@@ -13,8 +13,7 @@ and metrics come out. In reading order:
   checks of batches. ``partial``: an epoch's last update.
 - ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``saved_model``: the
   folders of ``save_model``.
-- ``reports``: logs and monitors. ``screen``, ``progress``: bars and lines. ``summary``,
-  ``picture``: the end of a run.
+- ``reports``: logs, monitors and lines. ``screen``: the terminal. ``picture``: the end of a run.
 """
 
 from zerojax.models.losses import causal_lm_loss as causal_lm_loss

@@ -29,12 +29,14 @@ from zerojax.config.kinds import (
 )
 from zerojax.distributed import log
 from zerojax.optim.schedules import OF_TRANSFORMERS
-from zerojax.trainer.metric_rates import NAME as BY_METRIC
 from zerojax.trainer.optimizer_names import ALTERNATIVES, OPTIMIZERS, optimizer_problems
 from zerojax.trainer.order import STRATEGIES
 from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT, fsdp_options
 from zerojax.trainer.read_by_scripts import ReadByScripts
 from zerojax.trainer.theirs import is_default, set_arguments
+
+BY_METRIC = "reduce_lr_on_plateau"
+"""The schedule of :mod:`zerojax.trainer.metric_rates`."""
 
 MONITORS = ("tensorboard", "wandb", "csv")
 

@@ -16,11 +16,9 @@ from zerojax.optim.schedules import Params, Run, schedule_of_transformers
 from zerojax.optim.schedules import schedule as rate_of
 from zerojax.optim.wrap import features, wrap
 from zerojax.plan.state_sharding import DTYPES
-from zerojax.trainer.arguments import TrainingArguments
-from zerojax.trainer.metric_rates import NAME as BY_METRIC
+from zerojax.trainer.arguments import BY_METRIC, TrainingArguments
 from zerojax.trainer.metric_rates import MetricRate
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
-from zerojax.trainer.rate_in_state import InState
 
 
 def optimizer_of(
@@ -28,7 +26,7 @@ def optimizer_of(
     zero: Zero,
     steps: int,
     own: optax.GradientTransformation | None = None,
-) -> tuple[optax.GradientTransformation, InState | None]:
+) -> tuple[optax.GradientTransformation, MetricRate | None]:
     """Returns the run's optimizer, with the config's clipping and loss scale, and its learning rate
     if evaluations decide it.
 
@@ -55,10 +53,9 @@ def optimizer_of(
     if config.optimizer is not None:
         base = config.optimizer.with_defaults().get("lr", base)
     if config.scheduler is None and args.lr_scheduler_type == BY_METRIC:
-        metric_rate = MetricRate(base, options)
+        metric_rate = MetricRate(base, options, args.metric_for_best_model)
         tx, _ = _with_rate(args, config, optax.constant_schedule(1.0))
-        in_state = InState.of(tx, metric_rate, args.metric_for_best_model)
-        return wrap(in_state.tx, **features(config)), in_state
+        return wrap(optax.chain(tx, metric_rate.scale()), **features(config)), metric_rate
     rate = config.scheduler or schedule_of_transformers(
         args.lr_scheduler_type, Run(base, args.warmup(steps), steps), options
     )

@@ -11,7 +11,7 @@ and metrics come out. In reading order:
   ``losses``: the interface of loss functions; ready ones are in ``zerojax.models.losses``.
 - ``data``: rows and batches, of lists and streams. ``order``: the order of the rows. ``limits``:
   checks of batches. ``partial``: an epoch's last update.
-- ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``saved_model``: the
+- ``evaluation``: evaluations and predictions. ``run_folder``: checkpoints. ``saved_model``: the
   folders of ``save_model``.
 - ``reports``: logs, monitors and lines. ``screen``: the terminal. ``picture``: the end of a run.
 """
@@ -24,7 +24,7 @@ from zerojax.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCall
 from zerojax.trainer.callbacks import TrainerCallback as TrainerCallback
 from zerojax.trainer.callbacks import TrainerControl as TrainerControl
 from zerojax.trainer.callbacks import TrainerState as TrainerState
+from zerojax.trainer.evaluation import EvalPrediction as EvalPrediction
+from zerojax.trainer.evaluation import PredictionOutput as PredictionOutput
 from zerojax.trainer.loop import Trainer as Trainer
 from zerojax.trainer.loop import TrainOutput as TrainOutput
-from zerojax.trainer.predictions import EvalPrediction as EvalPrediction
-from zerojax.trainer.predictions import PredictionOutput as PredictionOutput

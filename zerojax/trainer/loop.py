@@ -32,6 +32,7 @@ from zerojax.trainer.callbacks import Callbacks, TrainerCallback, TrainerControl
 from zerojax.trainer.evaluation import (
     ComputeMetrics,
     Evaluator,
+    PredictionOutput,
     Preprocess,
     evaluation_set,
     evaluation_sets,
@@ -43,7 +44,6 @@ from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse, refuse_overrides
 from zerojax.trainer.padding import padded_by
 from zerojax.trainer.partial import Partial
-from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.reports import Progress, Reports
 from zerojax.trainer.resolved import resolved, stages_in
 from zerojax.trainer.run_folder import RunFolder, preemption_notice, temporary_checkpoint

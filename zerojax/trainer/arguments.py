@@ -285,8 +285,9 @@ did you mean `learning_rate`?
     def _settle(self, remat: bool) -> None:
         """Fills in values that depend on other arguments."""
         metric, greater = self.metric_for_best_model or "loss", self.greater_is_better
-        installed = [n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n)]
-        reports = {"all": installed, "none": []}
+        reports = [] if self.report_to == ["none"] else self.report_to
+        if reports == ["all"]:
+            reports = [n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n)]
         vars(self).update(
             gradient_checkpointing=self.gradient_checkpointing or remat,
             train_sampling_strategy=(
@@ -294,7 +295,7 @@ did you mean `learning_rate`?
             ),
             metric_for_best_model=metric if metric.startswith("eval_") else f"eval_{metric}",
             greater_is_better=not metric.endswith("loss") if greater is None else greater,
-            report_to=reports.get(" ".join(self.report_to), self.report_to),
+            report_to=reports,
             label_names=self.label_names or ["labels"],
             do_eval=self.do_eval or self.eval_strategy != "no",
         )

@@ -132,7 +132,7 @@ class Epochs(NamedTuple):
         strategy = args.train_sampling_strategy
         is_grouped = strategy == "group_by_length"
         lengths = row_lengths(dataset, args.length_column_name) if is_grouped else None
-        order = Order(strategy, rows, seed=seed, batch=batch, lengths=lengths)
+        order = Order(strategy=strategy, rows=rows, seed=seed, batch=batch, lengths=lengths)
         return cls(rows, rows_read, batch, updates, steps, seed, order)
 
     def indices(self, step: int) -> np.ndarray:

@@ -162,31 +162,24 @@ class Evaluator:
         Raises:
           ValueError: That metric is missing, or there are no labels for ``compute_metrics``.
         """
-        try:
-            self._try(state, readers, keep, args, self._rows)
-        except Exception:
-            self._try(state, readers, keep, args)
 
-    def _try(
-        self,
-        state: PyTree,
-        readers: Mapping[str, Reader],
-        keep: bool,
-        args: TrainingArguments,
-        limit: int | None = None,
-    ) -> None:
-        metrics: dict[str, float] = {}
-        for prefix, reader in readers.items():
-            rows = limit and min(limit, len(reader.dataset))
-            output = self.run(state, reader, prefix, keep, rows)
-            if keep and output.label_ids is None:
-                raise ValueError(
-                    "compute_metrics needs labels, and no field of eval_dataset is named "
-                    f"{' or '.join(self._labels)}: name them in label_names"
-                )
-            metrics |= output.metrics
-        if args.load_best_model_at_end or args.save_strategy == "best":
-            check_metric(args.metric_for_best_model, metrics)
+        def evaluate(limit: int | None) -> None:
+            metrics: dict[str, float] = {}
+            for prefix, reader in readers.items():
+                output = self.run(state, reader, prefix, keep, limit)
+                if keep and output.label_ids is None:
+                    raise ValueError(
+                        "compute_metrics needs labels, and no field of eval_dataset is named "
+                        f"{' or '.join(self._labels)}: name them in label_names"
+                    )
+                metrics |= output.metrics
+            if args.load_best_model_at_end or args.save_strategy == "best":
+                check_metric(args.metric_for_best_model, metrics)
+
+        try:
+            evaluate(self._rows)
+        except Exception:
+            evaluate(None)
 
     def _kept(self, forward: Forward, batch: Mapping[str, PyTree]) -> dict[str, PyTree]:
         predictions: PyTree = forward.predictions

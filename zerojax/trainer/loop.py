@@ -304,17 +304,14 @@ class Trainer(ScriptMethods):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = evaluation_set(self.eval_dataset, dataset)
-        metrics: dict[str, float] = {}
+        found: dict[str, float] = {}
         for prefix, each in evaluation_sets(dataset, metric_key_prefix).items():
-            metrics |= self._evaluate(each, prefix)
-        return metrics
-
-    def _evaluate(self, dataset: data.AnyDataset, prefix: str) -> dict[str, float]:
-        reader = self._reader(dataset, "eval_dataset")
-        metrics = self._run(reader, prefix, self._keeps_predictions()).metrics
-        self._reports.evaluation(metrics, prefix, self.state, self.control)
-        self.callbacks("on_evaluate", self.state, self.control, metrics=metrics)
-        return metrics
+            reader = self._reader(each, "eval_dataset")
+            metrics = self._run(reader, prefix, self._keeps_predictions()).metrics
+            self._reports.evaluation(metrics, prefix, self.state, self.control)
+            self.callbacks("on_evaluate", self.state, self.control, metrics=metrics)
+            found |= metrics
+        return found
 
     def _run(self, reader: data.Reader, prefix: str, keep: bool) -> PredictionOutput:
         """Evaluates a dataset, with a bar."""

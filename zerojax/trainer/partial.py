@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.accumulation.symbolic import TracedRows
+from zerojax.evaluation.batch import like
 from zerojax.evaluation.rows import ByRows, TracedFunction
 from zerojax.evaluation.undivided import Undivided
 from zerojax.trace.gradients import weighted_mean
@@ -39,12 +40,7 @@ class Partial(NamedTuple):
 
     def batch_like(self, sample: Mapping[str, Shaped]) -> tuple[PyTree, jax.ShapeDtypeStruct]:
         """Returns the shapes of a full batch like ``sample``, and of the mask of its rows."""
-
-        def like(x: Shaped) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            return jax.ShapeDtypeStruct((self.full, *x.shape[1:]), dtype)
-
-        return jax.tree.map(like, sample), jax.ShapeDtypeStruct((self.full,), bool)
+        return like(sample, self.full), jax.ShapeDtypeStruct((self.full,), bool)
 
 
 def partial_mean(
@@ -120,8 +116,7 @@ def _by_rows(
     is_batch = [False] * len(arg_leaves) + [True] * len(batch_leaves)
 
     def traced(n: int) -> TracedFunction:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
-        closed, out = jax.make_jaxpr(mean, return_shape=True)(args, shapes)
+        closed, out = jax.make_jaxpr(mean, return_shape=True)(args, like(batch, n))
         return TracedFunction(closed, is_batch, jax.tree.structure(out))
 
     part = traced(rows.traced[1])

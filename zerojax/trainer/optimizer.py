@@ -89,18 +89,12 @@ def _with_rate(
 ) -> tuple[optax.GradientTransformation, Rate]:
     """Returns the optimizer of the JSON or the arguments, and its learning rate."""
     if config.optimizer is not None:
-        return named_optimizer(
-            config.optimizer,
-            rate,
-            compute_dtype=DTYPES[config.compute_dtype],
-        )
+        dtype = DTYPES[config.compute_dtype]
+        return named_optimizer(config.optimizer, rate, compute_dtype=dtype)
     named, options = OPTIMIZERS[args.optim], optim_options(args.optim, args.optim_args)
-    params = {
-        "lr": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        **{name: value(args) for name, value in named.arguments.items()},
-        **options,
-    }
+    given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    params = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **options}
+    params |= {name: given[name] for name in named.arguments}
     mask = no_bias_and_norm if args.weight_decay else None
     if isinstance(named.form, str):
         own = OptimizerConfig(type=named.form, params=params)

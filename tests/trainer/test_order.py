@@ -50,9 +50,9 @@ def test_the_order_of_the_dataset() -> None:
     assert [epochs.indices(n).tolist() for n in (0, 2, 3)] == [
         [*range(8)], [*range(16, 20)], [*range(8)],
     ]  # fmt: skip
-    order = Order("random", 5, seed=1, batch=2)
+    order = Order(strategy="random", rows=5, seed=1, batch=2)
     assert [*order(0)] != [*order(1)]
-    assert [*order(0)] == [*Order("random", 5, seed=1, batch=2)(0)]
+    assert [*order(0)] == [*Order(strategy="random", rows=5, seed=1, batch=2)(0)]
 
 
 class Columns:

@@ -9,7 +9,6 @@ import pytest
 import zerojax
 from zerojax import TrainingArguments
 from zerojax.trainer.data import Epochs, Reader, check, is_stream
-from zerojax.trainer.stream import StreamReader, reader_of
 
 
 class Numbers:
@@ -27,13 +26,8 @@ class Numbers:
             yield {"x": i, "text": "a"}
 
 
-def reader(stream: Any, multiple: int = 1) -> StreamReader:
-    made = reader_of(
-        stream, multiple=multiple, collator=None, mesh=zerojax.mesh(), numbers_only=True,
-        check=lambda batch, left_out: None,
-    )  # fmt: skip
-    assert isinstance(made, StreamReader)
-    return made
+def reader(stream: Any, multiple: int = 1) -> Reader:
+    return Reader(stream, None, zerojax.mesh(), multiple=multiple)
 
 
 EPOCHS = Epochs.of(Numbers(20), TrainingArguments("out", max_steps=9), 1)
@@ -77,7 +71,6 @@ def test_all_rows_and_a_sample() -> None:
 def test_what_is_a_stream() -> None:
     assert check("train_dataset", Numbers(3)) == 0
     assert not any(map(is_stream, ([1], {"a": 1}, iter([1]), (x for x in ()), 3)))
-    assert type(reader_of([{"x": 1}], collator=None, mesh=zerojax.mesh())) is Reader
     with pytest.raises(ValueError, match="Numbers has no length: set max_steps"):
         Epochs.of(Numbers(3), TrainingArguments("out"), 1)
 
@@ -87,6 +80,6 @@ def test_datasets_of_grain() -> None:
     numbers = grain.MapDataset.range(20).map(lambda i: {"x": i})
     assert not is_stream(numbers)
     sequential = TrainingArguments("out", train_sampling_strategy="sequential")
-    made = reader_of(numbers, collator=None, mesh=zerojax.mesh())
+    made = reader(numbers)
     assert rows_of(made.at(Epochs.of(numbers, sequential, 1), 2)) == [16, 17, 18, 19]
     assert rows_of(reader(numbers.to_iter_dataset()).at(EPOCHS, 3)) == [*range(8)]

@@ -5,16 +5,15 @@ and metrics come out. In reading order:
 
 - ``arguments``, with ``other_arguments`` (those without effect, or refused): the settings.
   ``resolved``: the DeepSpeed config from them. ``optimizer``, ``optimizer_names``: the optimizer.
-  ``schedules``, ``metric_rates``, ``rate_in_state``: its learning rate.
+  ``metric_rates``: the learning rate that evaluations decide.
 - ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
 - ``model``: linen and NNX models alike. ``initial_state``: new parameters, or the user's.
   ``losses``: the interface of loss functions; ready ones are in ``zerojax.models.losses``.
-- ``data``: rows and batches. ``order``: the order of the rows. ``stream``: datasets without a
-  length. ``limits``: checks of batches. ``partial``: an epoch's last update.
-- ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``saved_model``: the
+- ``data``: rows and batches, of lists and streams. ``order``: the order of the rows. ``limits``:
+  checks of batches. ``partial``: an epoch's last update.
+- ``evaluation``: evaluations and predictions. ``run_folder``: checkpoints. ``saved_model``: the
   folders of ``save_model``.
-- ``reports``: logs and monitors. ``screen``, ``progress``: bars and lines. ``summary``,
-  ``picture``: the end of a run.
+- ``reports``: logs, monitors and lines. ``screen``: the terminal. ``picture``: the end of a run.
 """
 
 from zerojax.models.losses import causal_lm_loss as causal_lm_loss
@@ -25,7 +24,7 @@ from zerojax.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCall
 from zerojax.trainer.callbacks import TrainerCallback as TrainerCallback
 from zerojax.trainer.callbacks import TrainerControl as TrainerControl
 from zerojax.trainer.callbacks import TrainerState as TrainerState
+from zerojax.trainer.evaluation import EvalPrediction as EvalPrediction
+from zerojax.trainer.evaluation import PredictionOutput as PredictionOutput
 from zerojax.trainer.loop import Trainer as Trainer
 from zerojax.trainer.loop import TrainOutput as TrainOutput
-from zerojax.trainer.predictions import EvalPrediction as EvalPrediction
-from zerojax.trainer.predictions import PredictionOutput as PredictionOutput

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import BeforeValidator, StrictStr
@@ -28,13 +28,20 @@ from zerojax.config.kinds import (
     optional,
 )
 from zerojax.distributed import log
-from zerojax.trainer.metric_rates import NAME as BY_METRIC
+from zerojax.optim.schedules import OF_TRANSFORMERS
 from zerojax.trainer.optimizer_names import ALTERNATIVES, OPTIMIZERS, optimizer_problems
 from zerojax.trainer.order import STRATEGIES
-from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT, fsdp_options
+from zerojax.trainer.other_arguments import (
+    REFUSED,
+    RENAMED,
+    WITHOUT_EFFECT,
+    fsdp_options,
+    is_default,
+)
 from zerojax.trainer.read_by_scripts import ReadByScripts
-from zerojax.trainer.schedules import SCHEDULES
-from zerojax.trainer.theirs import is_default, set_arguments
+
+BY_METRIC = "reduce_lr_on_plateau"
+"""The schedule of :mod:`zerojax.trainer.metric_rates`."""
 
 MONITORS = ("tensorboard", "wandb", "csv")
 
@@ -98,7 +105,7 @@ class TrainingArguments(ReadByScripts):
         :mod:`zerojax.models.losses`.
       num_train_epochs: Epochs; 1.5 ends in the middle of the second.
       max_steps: The number of updates; if above 0, it overrides ``num_train_epochs``.
-      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules` and
+      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.optim.schedules` and
         :mod:`zerojax.trainer.metric_rates`. The kwargs, like ``deepspeed`` and ``fsdp_config``, may
         be a string with the JSON of an object.
       warmup_steps, warmup_ratio: Updates of the warm-up, or their fraction of all updates.
@@ -165,7 +172,7 @@ did you mean `learning_rate`?
     label_smoothing_factor: Annotated[float, BETA] = 0.0
     num_train_epochs: Annotated[float, ABOVE_ZERO] = 3.0
     max_steps: Annotated[int, INTEGER] = -1
-    lr_scheduler_type: Annotated[str, choice(*SCHEDULES, BY_METRIC)] = "linear"
+    lr_scheduler_type: Annotated[str, choice(*OF_TRANSFORMERS, BY_METRIC)] = "linear"
     lr_scheduler_kwargs: Annotated[Mapping[str, object] | str | None, optional(_OBJECT)] = None
     warmup_steps: Annotated[float, AMOUNT] = 0
     warmup_ratio: Annotated[float, optional(FRACTION)] = 0.0
@@ -213,16 +220,15 @@ did you mean `learning_rate`?
         given = {"output_dir": output_dir} | {RENAMED.get(k, k): v for k, v in arguments.items()}
         defaults, kinds = _defaults(type(self)), get_type_hints(type(self), include_extras=True)
         problems = [*_argument_problems(given, defaults)]
-        for name, value in (defaults | {k: v for k, v in given.items() if k in defaults}).items():
+        values = defaults | {k: v for k, v in given.items() if k in defaults}
+        for name, value in values.items():
             try:
-                value = kinds[name].__metadata__[0].check(value)
+                values[name] = kinds[name].__metadata__[0].check(value)
             except ConfigError as error:
                 problems.append(f"{name}: {error}")
-                value = defaults[name]
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "given", frozenset(given))
+                values[name] = defaults[name]
         others = {k: v for k, v in given.items() if k in WITHOUT_EFFECT or k in REFUSED}
-        object.__setattr__(self, "others", others)
+        vars(self).update(values, given=frozenset(given), others=others)
         options = fsdp_options(self.fsdp_config if self.fsdp else None)
         problems += options.problems
         self._settle(options.remat)
@@ -261,33 +267,38 @@ did you mean `learning_rate`?
             return cls()
         if isinstance(given, cls):
             return given
-        theirs = set_arguments(given)
-        if theirs is None:
+        bases = [c for c in type(given).__mro__ if c.__module__.split(".")[0] == "transformers"]
+        if not any(c.__name__ == "TrainingArguments" for c in bases):
             raise TypeError(
                 f"args: {type(given).__module__}.{type(given).__name__} is neither "
                 "zerojax.TrainingArguments nor transformers.TrainingArguments; write "
                 "args=zerojax.TrainingArguments(...)"
             )
+        theirs: Any = given
+        names = {spec.name for c in bases if is_dataclass(c) for spec in fields(c)}
+        values = {k: v for k, v in theirs.to_dict().items() if k in names}
         default = _defaults(cls)
-        return cls(**{k: v for k, v in theirs.items() if k not in default or v != default[k]})  # type: ignore[arg-type]
+        return cls(
+            **{k: v for k, v in values.items() if not is_default(k, v) and v != default.get(k)}
+        )
 
     def _settle(self, remat: bool) -> None:
         """Fills in values that depend on other arguments."""
-        if remat:
-            object.__setattr__(self, "gradient_checkpointing", True)
-        if self.group_by_length:
-            object.__setattr__(self, "train_sampling_strategy", "group_by_length")
-        metric = self.metric_for_best_model or "loss"
-        metric = metric if metric.startswith("eval_") else f"eval_{metric}"
-        object.__setattr__(self, "metric_for_best_model", metric)
-        if self.greater_is_better is None:
-            object.__setattr__(self, "greater_is_better", not metric.endswith("loss"))
-        report = self.report_to
-        if report == ["all"]:
-            report = [n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n)]
-        object.__setattr__(self, "report_to", [] if report == ["none"] else report)
-        object.__setattr__(self, "label_names", self.label_names or ["labels"])
-        object.__setattr__(self, "do_eval", self.do_eval or self.eval_strategy != "no")
+        metric, greater = self.metric_for_best_model or "loss", self.greater_is_better
+        reports = [] if self.report_to == ["none"] else self.report_to
+        if reports == ["all"]:
+            reports = [n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n)]
+        vars(self).update(
+            gradient_checkpointing=self.gradient_checkpointing or remat,
+            train_sampling_strategy=(
+                "group_by_length" if self.group_by_length else self.train_sampling_strategy
+            ),
+            metric_for_best_model=metric if metric.startswith("eval_") else f"eval_{metric}",
+            greater_is_better=not metric.endswith("loss") if greater is None else greater,
+            report_to=reports,
+            label_names=self.label_names or ["labels"],
+            do_eval=self.do_eval or self.eval_strategy != "no",
+        )
 
     def _contradictions(self) -> Iterator[str]:
         if self.bf16 and self.fp16:

@@ -1,7 +1,16 @@
-"""Batches from a dataset: which rows, read by which process, and their conversion to arrays."""
+"""Batches from a dataset: which rows, read by which process, and their conversion to arrays.
+
+A dataset without a length, such as ``datasets.IterableDataset``, is a stream, read in its own
+order. A pass over it is split into updates of as many rows as the arguments say; the last of a pass
+may have fewer, as an epoch's last update, and then the stream begins anew. The run's length is
+``max_steps``. Every process reads the stream and keeps its own rows of each update, so that the
+stream must yield the same rows in each. A run that is resumed reads and skips the rows of the
+updates before.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -27,7 +36,10 @@ class Dataset(Protocol):
 
 
 AnyDataset: TypeAlias = Dataset | Iterable[Any]
-"""A dataset with rows by number, or a stream, see :mod:`zerojax.trainer.stream`."""
+"""A dataset with rows by number, or a stream."""
+
+Rows: TypeAlias = Sequence[Any] | np.ndarray
+"""Rows of a dataset: their numbers; of a stream, the rows themselves."""
 
 Collator: TypeAlias = Callable[[list[Any]], Mapping[str, ArrayLike]]
 """Function from a list of rows to a batch: arrays by name, rows on the first axis."""
@@ -120,7 +132,7 @@ class Epochs(NamedTuple):
         strategy = args.train_sampling_strategy
         is_grouped = strategy == "group_by_length"
         lengths = row_lengths(dataset, args.length_column_name) if is_grouped else None
-        order = Order(strategy, rows, seed=seed, batch=batch, lengths=lengths)
+        order = Order(strategy=strategy, rows=rows, seed=seed, batch=batch, lengths=lengths)
         return cls(rows, rows_read, batch, updates, steps, seed, order)
 
     def indices(self, step: int) -> np.ndarray:
@@ -155,110 +167,149 @@ class Reader:
     """Reads batches of a dataset for a mesh: each process reads its own rows.
 
     Args:
-      dataset: The rows.
+      dataset: The rows, or a stream; ``set_epoch``, if a stream has that method, gets the number of
+        each pass.
       collator: A function from a list of rows to a batch; :func:`stacked` by default.
       mesh: The devices.
       numbers_only: Whether non-numeric columns are dropped from rows.
       check: A function of a batch and the names of the dropped columns; raises if the model cannot
         process the batch.
+      multiple: An update at the end of a pass over a stream has a multiple of this number of rows;
+        further rows are dropped.
     """
 
-    dataset: Dataset
+    dataset: Any
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: AnyDataset,
         collator: Collator | None,
         mesh: Mesh,
         numbers_only: bool = True,
         check: Callable[
             [Mapping[str, np.ndarray], Sequence[str]], object
         ] = lambda batch, left_out: None,
+        multiple: int = 1,
     ) -> None:
-        self.dataset, self._collator = dataset, collator or stacked
+        self.dataset, self._collator, self._multiple = dataset, collator or stacked, multiple
         self._mesh, self._numbers_only, self._check = mesh, numbers_only, check
+        self._is_stream = is_stream(dataset)
         self._pads_all: bool | None = None  # known once a batch is read
-
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Returns this process's rows of a batch as arrays."""
-        blocks = BatchRows(self._mesh).blocks
-        if len(indices) % blocks:  # an evaluation's last rows: every process reads all of them
-            replicated = NamedSharding(self._mesh, PartitionSpec())
-            rows = self._checked(indices)
-            return {
-                k: jax.make_array_from_callback(x.shape, replicated, x.__getitem__)
-                for k, x in rows.items()
-            }
-        return self.own(np.asarray(indices), process_rows(len(indices), self._mesh))
+        self._updates: Iterator[Rows] = iter(())  # of a stream, from the next one on
+        self._next = 0
 
     def at(self, epochs: Epochs, step: int) -> Update:
-        """Returns this process's rows of an update of the run."""
-        return self.update(epochs.indices(step), epochs.batch)
+        """Returns this process's rows of an update of the run.
 
-    def update(self, indices: np.ndarray, size: int) -> Update:
+        A stream reads and skips the rows of the updates before.
+        """
+        if not self._is_stream:
+            return self.update(epochs.indices(step), epochs.batch)
+        if step < self._next or not self._next:
+            self._updates, self._next = self._passes(epochs.batch), 0
+        rows = next(itertools.islice(self._updates, step - self._next, None))
+        self._next = step + 1
+        return self.update(rows, epochs.batch)
+
+    def _passes(self, size: int) -> Iterator[Rows]:
+        """Yields the rows of each update of a stream, pass after pass."""
+        for number in itertools.count():
+            stream, is_empty = self._pass(number), True
+            while rows := [*itertools.islice(stream, size)]:
+                if rows := rows[: len(rows) - len(rows) % self._multiple]:
+                    is_empty = False
+                    yield rows
+            if is_empty:
+                raise self._too_few()
+
+    def _pass(self, number: int = 0) -> Iterator[Any]:
+        """Returns the entries of :data:`Rows` of a pass over the dataset, in order."""
+        if not self._is_stream:
+            return iter(range(len(self.dataset)))
+        if (set_epoch := getattr(self.dataset, "set_epoch", None)) is not None:
+            set_epoch(number)
+        return iter(self.dataset)
+
+    def _too_few(self) -> ValueError:
+        least = f"the {self._multiple} of a micro-batch" if self._multiple > 1 else "one"
+        return ValueError(f"the dataset yields fewer rows than {least}: give it more rows")
+
+    def all(self, size: int, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
+        """Yields batches of at most ``size`` rows in order, each with its number of rows."""
+        entries = itertools.islice(self._pass(), limit)
+        while rows := [*itertools.islice(entries, size)]:
+            yield len(rows), self.batch(rows)
+
+    def batch(self, rows: Rows) -> Batch:
+        """Returns this process's rows of a batch as arrays."""
+        if len(rows) % BatchRows(self._mesh).blocks:  # an evaluation's last rows: all processes'
+            replicated = NamedSharding(self._mesh, PartitionSpec())
+            return {
+                k: jax.make_array_from_callback(x.shape, replicated, x.__getitem__)
+                for k, x in self._checked(rows).items()
+            }
+        return self.own(rows, process_rows(len(rows), self._mesh))
+
+    def update(self, rows: Rows, size: int) -> Update:
         """Returns this process's rows of an update; copies that pad to ``size`` do not count."""
         local_rows = process_rows(size, self._mesh)
-        batch = self.own(np.resize(indices, size), local_rows)
-        counts = np.arange(size) < len(indices)
-        return Update(batch, None if counts.all() else counts[local_rows], len(indices))
+        batch = self.own([*itertools.islice(itertools.cycle(rows), size)], local_rows)
+        counts = np.arange(size) < len(rows)
+        return Update(batch, None if counts.all() else counts[local_rows], len(rows))
 
-    def own(self, indices: np.ndarray, rows: slice) -> dict[str, np.ndarray]:
+    def own(self, rows: Rows, part: slice) -> dict[str, np.ndarray]:
         """Returns some rows of a batch, such as this process's, as arrays.
 
         A collator pads the rows of all processes to one length: it gets the whole batch, if the
         rows of the first one have different shapes. Otherwise only the rows wanted are read.
         """
-        is_part = rows.indices(len(indices)) != (0, len(indices), 1)
+        is_part = part.indices(len(rows)) != (0, len(rows), 1)
         if self._pads_all is None and is_part:
-            self._pads_all = self._collator is not stacked and not _equal(self._rows(indices)[0])
+            self._pads_all = self._collator is not stacked and not _equal(self._values(rows)[0])
         if is_part and self._pads_all:
-            return self._checked(indices, rows)
-        return self._checked(indices[rows])
+            return self._checked(rows, part)
+        return self._checked(rows[part])
 
     def sample(self) -> Batch:
         """Returns a batch of the first row, the same in every process."""
-        return self._read([0])[0]
+        rows = [*itertools.islice(self._pass(), 1)]
+        if not rows:
+            raise self._too_few()
+        return self._read(rows)[0]
 
-    def _checked(
-        self, indices: Sequence[int] | np.ndarray, rows: slice = slice(None)
-    ) -> dict[str, np.ndarray]:
-        batch, left_out = self._read(indices)
-        batch = {name: x[rows] for name, x in batch.items()}
+    def _checked(self, rows: Rows, part: slice = slice(None)) -> dict[str, np.ndarray]:
+        batch, left_out = self._read(rows)
+        batch = {name: x[part] for name, x in batch.items()}
         self._check(batch, left_out)
         return batch
 
-    def _rows(self, indices: Sequence[int] | np.ndarray) -> tuple[list[Any], list[str]]:
-        """Returns rows, and the names of the non-numeric columns."""
-        row_numbers, left_out = [int(i) for i in indices], list[str]()
-        getitems = getattr(self.dataset, "__getitems__", None)  # one read of many rows
-        rows = list(getitems(row_numbers)) if getitems else [self.dataset[i] for i in row_numbers]
+    def _values(self, rows: Rows) -> tuple[list[Any], list[str]]:
+        """Returns the dataset's rows, and the names of the non-numeric columns."""
+        values, left_out = [*rows], list[str]()
+        if not self._is_stream:
+            numbers = [int(i) for i in rows]
+            getitems = getattr(self.dataset, "__getitems__", None)  # one read of many rows
+            values = [*getitems(numbers)] if getitems else [self.dataset[i] for i in numbers]
         if self._numbers_only:
-            if isinstance(rows[0], Mapping):
-                left_out = [name for name, value in rows[0].items() if _text(value)]
-            rows = [_numbers(row) for row in rows]
-        return rows, left_out
+            if isinstance(values[0], Mapping):
+                left_out = [name for name, value in values[0].items() if _text(value)]
+            values = [_numbers(value) for value in values]
+        return values, left_out
 
-    def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
+    def _read(self, rows: Rows) -> tuple[dict[str, np.ndarray], list[str]]:
         """Returns a batch, and the names of the non-numeric columns."""
-        rows, left_out = self._rows(indices)
-        batch = self._collator(rows)
+        values, left_out = self._values(rows)
+        batch = self._collator(values)
         if not isinstance(batch, Mapping):
             raise TypeError(f"data_collator gave {type(batch).__name__}: return a dict of arrays")
         arrays = {name: np.asarray(x) for name, x in batch.items()}
         for name, x in arrays.items():
-            if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(indices):
+            if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(rows):
                 raise TypeError(
-                    f"the batch's {name} is {x.dtype}{list(x.shape)}, not {len(indices)} rows of "
+                    f"the batch's {name} is {x.dtype}{list(x.shape)}, not {len(rows)} rows of "
                     "numbers: remove the column, or convert it in data_collator"
                 )
         return arrays, left_out
-
-    def all(self, size: int, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """Yields batches of at most ``size`` rows in order, each with its number of rows."""
-        n = len(self.dataset) if limit is None else min(limit, len(self.dataset))
-        for start in range(0, n, size):
-            row_numbers = np.arange(start, min(start + size, n))
-            yield len(row_numbers), self.batch(row_numbers)
 
 
 def _numbers(row: object) -> object:

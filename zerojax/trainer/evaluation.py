@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from zerojax.api import Zero
+from zerojax.models.losses import IGNORED
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import check_metric
 from zerojax.trainer.data import Reader
 from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import Model
-from zerojax.trainer.predictions import EvalPrediction, PredictionOutput, joined, to_host
 from zerojax.xla.types import PyTree
+
+
+class EvalPrediction(NamedTuple):
+    """Argument of ``compute_metrics``: all rows, in order, in every process.
+
+    Attributes:
+      predictions: The model's results other than the loss; a tuple if there are several.
+      label_ids: The labels; a tuple if the batch has several of ``label_names``, None if it has
+        none.
+    """
+
+    predictions: PyTree
+    label_ids: PyTree
+
+
+class PredictionOutput(NamedTuple):
+    """Result of ``predict``: the fields of :class:`EvalPrediction`, and the metrics."""
+
+    predictions: PyTree
+    label_ids: PyTree
+    metrics: dict[str, float]
+
 
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, Any]]
 Preprocess = Callable[[PyTree, PyTree], PyTree]
@@ -77,32 +100,30 @@ class Evaluator:
           TypeError: ``compute_metrics`` does not return a dict.
           Exception: Any error of ``compute_metrics``, with a note of the shapes that it received.
         """
-        start, losses, weights = time.perf_counter(), [], []
-        predictions, labels, n, batches = [], [], 0, 0
+        start, sums, kept, n = time.perf_counter(), [], [], 0
         function = self._with_predictions if keep else self._loss_only
         for rows, batch in reader.all(self._rows, limit):
             out = self._model.evaluated(function, state, batch)
             value, weight = out["loss"] or (0.0, 0.0)
             # The loss is a mean over these rows, or a sum with its weight.
-            losses.append(value * rows if weight is None else value)
-            weights.append(rows if weight is None else weight)
-            if keep:
-                predictions.append(to_host(out["predictions"]))
-                labels.append(to_host(out["labels"]))
-            jax.block_until_ready(losses[-2:-1])  # at most one batch is in flight
-            n, batches = n + rows, batches + 1
+            sums.append((value * rows, rows) if weight is None else (value, weight))
+            kept.append(to_host((out["predictions"], out["labels"])) if keep else ({}, {}))
+            jax.block_until_ready(sums[-2:-1])  # at most one batch is in flight
+            n += rows
             done(rows)
         metrics: dict[str, float] = {}
-        if total := sum(map(float, weights)):
-            metrics[f"{prefix}_loss"] = sum(map(float, losses)) / total
-        evaluated = EvalPrediction(joined(predictions), joined(labels))
+        if total := sum(float(weight) for _, weight in sums):
+            metrics[f"{prefix}_loss"] = sum(float(value) for value, _ in sums) / total
+        evaluated = EvalPrediction(
+            *([joined(parts) for parts in zip(*kept, strict=True)] or (None, None))
+        )
         if keep and self.compute_metrics is not None and evaluated.label_ids is not None:
             metrics |= self._computed(evaluated, prefix)
         seconds = time.perf_counter() - start
         speed = {
             "runtime": seconds,
             "samples_per_second": n / seconds,
-            "steps_per_second": batches / seconds,
+            "steps_per_second": len(sums) / seconds,
         }
         metrics |= {f"{prefix}_{name}": value for name, value in speed.items()}
         return PredictionOutput(*evaluated, metrics)
@@ -141,31 +162,24 @@ class Evaluator:
         Raises:
           ValueError: That metric is missing, or there are no labels for ``compute_metrics``.
         """
-        try:
-            self._try(state, readers, keep, args, self._rows)
-        except Exception:
-            self._try(state, readers, keep, args)
 
-    def _try(
-        self,
-        state: PyTree,
-        readers: Mapping[str, Reader],
-        keep: bool,
-        args: TrainingArguments,
-        limit: int | None = None,
-    ) -> None:
-        metrics: dict[str, float] = {}
-        for prefix, reader in readers.items():
-            rows = limit and min(limit, len(reader.dataset))
-            output = self.run(state, reader, prefix, keep, rows)
-            if keep and output.label_ids is None:
-                raise ValueError(
-                    "compute_metrics needs labels, and no field of eval_dataset is named "
-                    f"{' or '.join(self._labels)}: name them in label_names"
-                )
-            metrics |= output.metrics
-        if args.load_best_model_at_end or args.save_strategy == "best":
-            check_metric(args.metric_for_best_model, metrics)
+        def evaluate(limit: int | None) -> None:
+            metrics: dict[str, float] = {}
+            for prefix, reader in readers.items():
+                output = self.run(state, reader, prefix, keep, limit)
+                if keep and output.label_ids is None:
+                    raise ValueError(
+                        "compute_metrics needs labels, and no field of eval_dataset is named "
+                        f"{' or '.join(self._labels)}: name them in label_names"
+                    )
+                metrics |= output.metrics
+            if args.load_best_model_at_end or args.save_strategy == "best":
+                check_metric(args.metric_for_best_model, metrics)
+
+        try:
+            evaluate(self._rows)
+        except Exception:
+            evaluate(None)
 
     def _kept(self, forward: Forward, batch: Mapping[str, PyTree]) -> dict[str, PyTree]:
         predictions: PyTree = forward.predictions
@@ -216,3 +230,40 @@ def _loss(forward: Forward, batch: PyTree) -> dict[str, PyTree]:
     """Returns the batch's loss: (sum, weight) for a pair, (mean, None) for a scalar, or None."""
     mean = None if forward.mean is None else (forward.mean, None)
     return {"loss": mean if forward.sums is None else forward.sums}
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Returns global arrays, which may span several processes, as NumPy arrays."""
+
+    def gathered(x: jax.Array | np.ndarray) -> np.ndarray:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        return np.asarray(x)
+
+    return jax.tree.map(gathered, tree)
+
+
+def joined(parts: Sequence[Mapping[str, PyTree]]) -> PyTree:
+    """Concatenates batches; pads rows of different lengths with -100.
+
+    Example:
+      >>> joined([{"logits": np.ones((1, 2), int)}, {"logits": np.ones((1, 3), int)}]).tolist()
+      [[1, 1, -100], [1, 1, 1]]
+    """
+    columns = [_concatenated([part[name] for part in parts]) for name in (parts or [{}])[0]]
+    return columns[0] if len(columns) == 1 else tuple(columns) or None
+
+
+def _concatenated(parts: Sequence[PyTree]) -> PyTree:
+    if isinstance(parts[0], Mapping):
+        return {k: _concatenated([part[k] for part in parts]) for k in parts[0]}
+    if isinstance(parts[0], tuple | list):
+        return tuple(_concatenated([*group]) for group in zip(*parts, strict=True))
+    if parts[0].ndim < 2 or len({x.shape[1] for x in parts}) == 1:
+        return np.concatenate(parts)
+    longest = max(x.shape[1] for x in parts)
+    padding = [((0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)) for x in parts]
+    padded = (
+        np.pad(x, widths, constant_values=IGNORED) for x, widths in zip(parts, padding, strict=True)
+    )
+    return np.concatenate([*padded])

@@ -50,7 +50,6 @@ class InitialState:
         if self._params is None:
             return self._zero.init(create, *arguments)
         like = self._zero.abstract_state(create, *arguments)
-        create, arguments = self._model.create(self._tx, sample, like)
         params = self._model.params(like)
         if init_reads(self._tx, params):
             on_device = jax.tree.map(_on_device, params)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.distributed import log
+from zerojax.evaluation.batch import like
 from zerojax.models.losses import IGNORED, READY, causal_lm_loss
 from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import AnyModel, Loss, TracedLoss
@@ -89,7 +90,9 @@ class Limits:
         """Returns the shapes of the loss function's results for a batch with these columns."""
         names = frozenset(batch)
         if names not in self._known:
-            self._known[names], unread = self._traced(self._of_all(batch))
+            # All processes' rows together, which `per_device` divides.
+            rows = jax.process_count() * len(next(iter(batch.values())))
+            self._known[names], unread = self._traced(like(batch, rows + -rows % self._devices))
             if "loss_mask" in unread:
                 raise ValueError(
                     f"the batch has a loss_mask, which neither the loss nor {self._name}.__call__ "
@@ -118,15 +121,6 @@ class Limits:
             raise ValueError(
                 f"{name} have {values[out_of_range][0]}, and {of} has {size}: count from 0{note}"
             )
-
-    def _of_all(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of all processes' rows together, which ``per_device`` divides."""
-        n = jax.process_count() * len(next(iter(batch.values())))
-        rows = n + -n % self._devices
-        return {
-            name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
-            for name, x in batch.items()
-        }
 
     def _unmasked(self, mask: np.ndarray) -> None:
         """Checks padding for a model without a mask argument; causal ones ignore right padding."""

@@ -9,8 +9,7 @@ import contextlib
 import inspect
 import os
 import pathlib
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from zerojax.trainer.callbacks import Callbacks, TrainerCallback, TrainerControl
 from zerojax.trainer.evaluation import (
     ComputeMetrics,
     Evaluator,
+    PredictionOutput,
     Preprocess,
     evaluation_set,
     evaluation_sets,
@@ -44,14 +44,11 @@ from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse, refuse_overrides
 from zerojax.trainer.padding import padded_by
 from zerojax.trainer.partial import Partial
-from zerojax.trainer.predictions import PredictionOutput
-from zerojax.trainer.progress import MeanLoss, TrainingProgress
-from zerojax.trainer.reports import Reports
+from zerojax.trainer.reports import Progress, Reports
 from zerojax.trainer.resolved import resolved, stages_in
 from zerojax.trainer.run_folder import RunFolder, preemption_notice, temporary_checkpoint
 from zerojax.trainer.saved_model import write_model
 from zerojax.trainer.script_methods import ScriptMethods
-from zerojax.trainer.stream import reader_of
 from zerojax.xla.types import PyTree
 
 
@@ -174,7 +171,8 @@ class Trainer(ScriptMethods):
         tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
         self._initial = InitialState(self._model, self.zero, tx, params)
         self._step = self._model.train_step(self.zero)
-        self._reports = Reports(args, self.callbacks, self._step, self.epochs.batch)
+        rows = self.epochs.batch
+        self._reports = Reports(args, self.callbacks, self._step, rows, self.zero.mesh)
         self._evaluator = Evaluator(
             self._model, self.zero, batch_devices(devices) * args.per_device_eval_batch_size,
             tuple(args.label_names),
@@ -204,18 +202,17 @@ class Trainer(ScriptMethods):
         reader = self._reader(self.train_dataset, "train_dataset")
         self._check_last(reader)
         key = jax.random.split(jax.random.key(args.seed), 3)[2]  # model init uses the rest
-        start_time = time.perf_counter()
+        progress = self._reports.progress = Progress()
         with self._folder() as folder:
             if self.state.global_step or resume_from_checkpoint:
                 self.train_state = None  # free memory before the next state is created
                 self._step.close()  # monitors have another run
             begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
             self.train_state, self.state = begun[:2]
-            losses = self._reports.losses = MeanLoss(begun.losses)
+            progress.losses += begun.losses
             state, start, control = self.state, self.state.global_step, TrainerControl()
             stored_steps, self.control = folder.checkpoints.all_steps(), control
             self._saved = start if start in stored_steps else None
-            trained_rows = 0
             self.callbacks("on_train_begin", state, control)
             if args.eval_strategy != "no":
                 sets = evaluation_sets(self.eval_dataset, "eval")
@@ -224,19 +221,18 @@ class Trainer(ScriptMethods):
                 self._evaluator.try_metrics(self.train_state, readers, keep, args)
             if args.eval_on_start and not start:
                 self.evaluate()
-            bar = TrainingProgress(self._reports.screen, epochs.steps, start, self.zero.mesh)
-            with bar, preemption_notice() as preemption:
+            shown = self._reports.screen.bar("step", epochs.steps, start, keep=True)
+            with shown as bar, preemption_notice() as preemption:
                 for step in range(start, epochs.steps):
                     if step % epochs.updates == 0:
                         self.callbacks("on_epoch_begin", state, control)
                     self.callbacks("on_step_begin", state, control)
                     update = reader.at(epochs, step)
                     self.train_state, metrics = self._update(update, jax.random.fold_in(key, step))
-                    losses.add(metrics["loss"])
+                    progress.advance(update.rows, update.batch, metrics["loss"])
                     self._saved = None
                     state.global_step, state.epoch = step + 1, (step + 1) / epochs.updates
-                    trained_rows += update.rows
-                    bar.advance(update.rows, update.batch)
+                    bar()
                     self.callbacks("on_step_end", state, control)
                     due(args, state, control, "steps")
                     preempted = preemption is not None and preemption.notice
@@ -259,25 +255,18 @@ class Trainer(ScriptMethods):
                 self.train_state = folder.checkpoints.restore(self._abstract(), best)
                 state.best_model_checkpoint = folder.path(best)
             checkpoint = None if last is None else folder.path(last)
-        seconds, steps_run = time.perf_counter() - start_time, state.global_step - start
-        figures = {
-            "train_loss": losses.of_run(),
-            "train_runtime": seconds,
-            "train_samples_per_second": trained_rows / seconds,
-            "train_steps_per_second": steps_run / seconds,
-        }
-        self._reports.end(figures, bar.speed(), checkpoint, state, control)
+        figures = self._reports.end(state.global_step - start, checkpoint, state, control)
         self.callbacks("on_train_end", state, control)
         return TrainOutput(state.global_step, figures["train_loss"], figures)
 
-    def _act(self, folder: RunFolder, bar: TrainingProgress, preempted: bool) -> None:
+    def _act(self, folder: RunFolder, bar: Callable[..., None], preempted: bool) -> None:
         """Logs, evaluates and saves where the flags call for it, and resets them.
 
         A preempted run has no time for an evaluation.
         """
         state, control = self.state, self.control
         if control.should_log:
-            bar.log(state.global_step, self._reports.update(self.train_state, state, control))
+            self._reports.update(self.train_state, state, control, bar)
         scores = self.evaluate() if control.should_evaluate and not preempted else {}
         if scores and self._metric_rate is not None:
             self.train_state = self._metric_rate.after(self.train_state, state)
@@ -287,13 +276,15 @@ class Trainer(ScriptMethods):
         if control.should_save:
             self._save(folder, scores)
         if control.should_evaluate or control.should_save:
-            bar.restart()
+            self._reports.progress.restart()
         control.should_log = control.should_evaluate = control.should_save = False
 
     def _save(self, folder: RunFolder, scores: Mapping[str, float]) -> None:
         """Saves a checkpoint, unless one stores the current state."""
         if self._saved != self.state.global_step:
-            folder.save(self.train_state, self.state, self._reports.losses.values(), scores)
+            folder.save(
+                self.train_state, self.state, [*map(float, self._reports.progress.losses)], scores
+            )
             self._saved = self.state.global_step
             self.callbacks("on_save", self.state, self.control)
 
@@ -313,17 +304,14 @@ class Trainer(ScriptMethods):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = evaluation_set(self.eval_dataset, dataset)
-        metrics: dict[str, float] = {}
+        found: dict[str, float] = {}
         for prefix, each in evaluation_sets(dataset, metric_key_prefix).items():
-            metrics |= self._evaluate(each, prefix)
-        return metrics
-
-    def _evaluate(self, dataset: data.AnyDataset, prefix: str) -> dict[str, float]:
-        reader = self._reader(dataset, "eval_dataset")
-        metrics = self._run(reader, prefix, self._keeps_predictions()).metrics
-        self._reports.evaluation(metrics, prefix, self.state, self.control)
-        self.callbacks("on_evaluate", self.state, self.control, metrics=metrics)
-        return metrics
+            reader = self._reader(each, "eval_dataset")
+            metrics = self._run(reader, prefix, self._keeps_predictions()).metrics
+            self._reports.evaluation(metrics, prefix, self.state, self.control)
+            self.callbacks("on_evaluate", self.state, self.control, metrics=metrics)
+            found |= metrics
+        return found
 
     def _run(self, reader: data.Reader, prefix: str, keep: bool) -> PredictionOutput:
         """Evaluates a dataset, with a bar."""
@@ -331,7 +319,7 @@ class Trainer(ScriptMethods):
         with self._reports.screen.bar(prefix, length_hint(reader.dataset) or None) as bar:
 
             def done(rows: int) -> None:
-                bar.advance(rows)
+                bar(rows)
                 self.callbacks("on_prediction_step", self.state, self.control)
 
             return self._evaluator.run(train_state, reader, prefix, keep, done=done)
@@ -376,7 +364,7 @@ class Trainer(ScriptMethods):
     def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
         data.check(name, dataset)
         args, micro_batch = self.args, self.epochs.batch // self.args.gradient_accumulation_steps
-        return reader_of(
+        return data.Reader(
             dataset, multiple=micro_batch if args.dataloader_drop_last else 1,
             collator=self._collator, mesh=self.zero.mesh, numbers_only=args.remove_unused_columns,
             check=self._limits.check,

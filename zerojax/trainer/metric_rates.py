@@ -1,8 +1,8 @@
 """The learning rate that evaluations decide: ``reduce_lr_on_plateau``.
 
 The rate follows from the values of ``metric_for_best_model`` in the evaluations so far, which
-``log_history`` has, so that checkpoints store nothing more;
-:mod:`zerojax.trainer.rate_in_state` puts the rate into the optimizer's state.
+``log_history`` has, so that checkpoints store nothing more. ``optax.inject_hyperparams`` keeps the
+rate in the optimizer's state, so that one compiled step serves every rate.
 
 As in ``torch.optim.lr_scheduler.ReduceLROnPlateau``, after more than ``patience`` evaluations
 without a better value, the rate is multiplied by ``factor``, down to ``min_lr``; then ``cooldown``
@@ -18,12 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import jax
+import numpy as np
+import optax
+
 from zerojax.config.errors import ConfigError
-from zerojax.trainer.schedules import Options, check_choice, chosen_options
+from zerojax.optim.schedules import Params, check_choice, check_options
+from zerojax.trainer.arguments import BY_METRIC
+from zerojax.trainer.callbacks import TrainerState, check_metric
+from zerojax.xla.types import PyTree
 
-NAME = "reduce_lr_on_plateau"
-
-_OPTIONS: dict[str, object] = {
+_OPTIONS: Params = {
     "mode": "min", "threshold_mode": "rel", "factor": 0.1, "patience": 10, "threshold": 1e-4,
     "cooldown": 0, "min_lr": 0.0, "eps": 1e-8,
 }  # fmt: skip
@@ -35,6 +40,7 @@ class MetricRate:
     Args:
       rate: The rate of the first update.
       options: ``lr_scheduler_kwargs``.
+      metric: The name of the metric.
 
     Raises:
       ConfigError: The schedule does not have an option, or an option's value is invalid.
@@ -45,10 +51,13 @@ class MetricRate:
       [1.0, 1.0, 1.0, 0.5]
     """
 
-    def __init__(self, rate: float, options: Options | None = None) -> None:
-        self._rate, self._options = rate, chosen_options(NAME, _OPTIONS, options)
-        check_choice(self._options, "mode", ("min", "max"))
-        check_choice(self._options, "threshold_mode", ("rel", "abs"))
+    def __init__(
+        self, rate: float, options: Params | None = None, metric: str = "eval_loss"
+    ) -> None:
+        check_options(BY_METRIC, options or {}, _OPTIONS)
+        self._rate, self._options, self._metric = rate, {**_OPTIONS, **(options or {})}, metric
+        check_choice("mode", self._options["mode"], ("min", "max"))
+        check_choice("threshold_mode", self._options["threshold_mode"], ("rel", "abs"))
         if not 0 < self._options["factor"] < 1:
             raise ConfigError("lr_scheduler_kwargs: factor must be between 0 and 1")
 
@@ -69,3 +78,39 @@ class MetricRate:
                 rate = new if rate - new > options["eps"] else rate
                 cooldown, bad = options["cooldown"], 0
         return rate
+
+    def scale(self) -> optax.GradientTransformation:
+        """Returns the transformation that multiplies updates by the rate, an array of its state."""
+        return optax.inject_hyperparams(_scale)(learning_rate=self(()))
+
+    def after(self, train_state: PyTree, progress: TrainerState) -> PyTree:
+        """Returns the training state with the rate that the evaluations in the log decide; one
+        before the first update does not count.
+
+        Raises:
+          ValueError: The evaluations do not return the metric.
+        """
+        logs = [log for log in progress.log_history if log["step"]]
+        values = [log[self._metric] for log in logs if self._metric in log]
+        if not values:
+            check_metric(self._metric, logs[-1])
+        rate = self(values)
+
+        def placed(x: jax.Array) -> jax.Array:
+            value = np.asarray(rate, x.dtype)
+            return jax.make_array_from_callback((), x.sharding, lambda index: value)
+
+        def has_rate(node: object) -> bool:
+            return isinstance(node, optax.InjectStatefulHyperparamsState)
+
+        return jax.tree.map(
+            lambda x: (
+                x._replace(hyperparams=jax.tree.map(placed, x.hyperparams)) if has_rate(x) else x
+            ),
+            train_state,
+            is_leaf=has_rate,
+        )
+
+
+def _scale(learning_rate: jax.typing.ArrayLike) -> optax.GradientTransformation:
+    return optax.scale_by_learning_rate(learning_rate, flip_sign=False)  # type: ignore[arg-type]

@@ -133,34 +133,21 @@ class Linen:
     def __init__(self, module: nn.Module, loss: Loss, seed: int) -> None:
         self._module, self._loss, self._seed = module, loss, seed
 
-    def create(
-        self, tx: optax.GradientTransformation, sample: Mapping[str, object], like: PyTree = None
-    ) -> Create:
+    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
         """Returns a function that creates the state, and its arguments, for ``zero.init``.
 
-        With ``like``, the abstract state, the function takes the parameters as a last argument and
-        draws none.
+        The function takes the parameters as a further argument in place of new ones.
         """
 
-        def variables(key: jax.Array) -> dict[str, PyTree]:
+        def create(key: jax.Array, params: PyTree = None) -> PyTree:
             keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
             batch = jax.tree.map(jnp.asarray, sample)
-            return dict(nn.init(self._loss, self._module)(keys, batch))
-
-        def create(key: jax.Array) -> PyTree:
-            others = variables(key)
-            return state(others.pop("params"), others)
-
-        def create_with(key: jax.Array, params: PyTree) -> PyTree:
-            others = like.variables
-            if jax.tree.leaves(others):  # XLA removes the parameters that are not used
-                others = {name: x for name, x in variables(key).items() if name != "params"}
-            return state(params, others)
-
-        def state(params: PyTree, others: PyTree) -> PyTree:
+            others = dict(nn.init(self._loss, self._module)(keys, batch))
+            drawn = others.pop("params")
+            params = drawn if params is None else params  # XLA removes those that are not used
             return LinenState.create(apply_fn=None, params=params, tx=tx, variables=others)
 
-        return (create if like is None else create_with), (jax.random.key(self._seed),)
+        return create, (jax.random.key(self._seed),)
 
     def traced(self, batch: Mapping[str, object]) -> TracedLoss:
         """Traces the loss of a batch, with shapes in place of arrays."""
@@ -173,28 +160,19 @@ class Linen:
         )
 
     def _mean(
-        self,
-        params: PyTree,
-        variables: PyTree,
-        key: jax.Array,
-        batch: PyTree,
-        partial: Partial | None,
+        self, variables: PyTree, key: jax.Array, batch: PyTree, partial: Partial | None
     ) -> tuple[jax.Array, PyTree]:
-        """Returns the mean loss, and the changed variables."""
+        """Returns the mean loss, and the changed variables other than the parameters."""
 
-        def apply_loss(
-            params: PyTree, variables: PyTree, key: jax.Array, batch: PyTree
-        ) -> tuple[object, PyTree]:
-            apply = nn.apply(self._loss, self._module, mutable=[*variables])
-            loss, changed = apply({"params": params, **variables}, batch, rngs={"dropout": key})
-            return loss, changed
+        def apply_loss(variables: PyTree, key: jax.Array, batch: PyTree) -> tuple[object, PyTree]:
+            others = [name for name in variables if name != "params"]
+            apply = nn.apply(self._loss, self._module, mutable=others)
+            return apply(variables, batch, rngs={"dropout": key})  # type: ignore[no-any-return]
 
-        args = params, variables, key
         if partial is not None:
-            has_state = bool(jax.tree.leaves(variables))
-            fields, counts = batch
-            return partial_mean(apply_loss, args, fields, counts, partial, remembers=has_state)
-        loss, changed = apply_loss(*args, batch)
+            has_state = len(jax.tree.leaves(variables)) > len(jax.tree.leaves(variables["params"]))
+            return partial_mean(apply_loss, (variables, key), batch, partial, remembers=has_state)
+        loss, changed = apply_loss(variables, key, batch)
         return mean_loss(loss), changed
 
     def train_step(self, zero: Zero) -> Step[..., PyTree]:
@@ -204,7 +182,7 @@ class Linen:
             state: PyTree, batch: PyTree, key: jax.Array, partial: Partial | None
         ) -> PyTree:
             def loss_fn(params: PyTree) -> tuple[jax.Array, PyTree]:
-                return self._mean(params, state.variables, key, batch, partial)
+                return self._mean({"params": params, **state.variables}, key, batch, partial)
 
             (loss, variables), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
             state = state.apply_gradients(grads=grads, variables={**state.variables, **variables})
@@ -219,15 +197,12 @@ class Linen:
           ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
         """
         create, (key,) = self.create(optax.identity(), sample)
-        state, batch = jax.eval_shape(create, key), partial.batch_like(sample)
-        jax.eval_shape(
-            lambda state, key, batch: self._mean(
-                state.params, state.variables, key, batch, partial
-            ),
-            state,
-            key,
-            batch,
-        )
+
+        def mean(key: jax.Array, batch: PyTree) -> PyTree:
+            state = create(key)
+            return self._mean({"params": state.params, **state.variables}, key, batch, partial)
+
+        jax.eval_shape(mean, key, partial.batch_like(sample))
 
     def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
         """Returns a decorated function of state and batch: function(forward, batch), no dropout."""
@@ -278,13 +253,11 @@ class Nnx:
     ) -> None:
         self._model, self._loss, self._seed = model, loss, seed
 
-    def create(
-        self, tx: optax.GradientTransformation, sample: Mapping[str, object], like: PyTree = None
-    ) -> Create:
+    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
         def with_optimizer(
             model: nnx.Module, params: PyTree = None
         ) -> tuple[nnx.Module, nnx.Optimizer[nnx.Module]]:
-            if like is not None:  # XLA removes the parameters that the model has drawn
+            if params is not None:  # XLA removes the parameters that the model has drawn
                 nnx.update(model, params)
             model.train()
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -312,10 +285,7 @@ class Nnx:
 
         other_state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
         has_state = bool(jax.tree.leaves(other_state))
-        fields, counts = batch
-        mean, changed = partial_mean(
-            apply_loss, (arrays,), fields, counts, partial, remembers=has_state
-        )
+        mean, changed = partial_mean(apply_loss, (arrays,), batch, partial, remembers=has_state)
         nnx.update(model, changed)
         return mean
 

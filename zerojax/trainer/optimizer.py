@@ -12,15 +12,13 @@ from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig, ZeroCo
 from zerojax.config.errors import as_text
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.optim.named import Rate, named_optimizer
+from zerojax.optim.schedules import Params, Run, schedule_of_transformers
 from zerojax.optim.schedules import schedule as rate_of
 from zerojax.optim.wrap import features, wrap
 from zerojax.plan.state_sharding import DTYPES
-from zerojax.trainer.arguments import TrainingArguments
-from zerojax.trainer.metric_rates import NAME as BY_METRIC
+from zerojax.trainer.arguments import BY_METRIC, TrainingArguments
 from zerojax.trainer.metric_rates import MetricRate
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
-from zerojax.trainer.rate_in_state import InState
-from zerojax.trainer.schedules import Options, Run, schedule
 
 
 def optimizer_of(
@@ -28,7 +26,7 @@ def optimizer_of(
     zero: Zero,
     steps: int,
     own: optax.GradientTransformation | None = None,
-) -> tuple[optax.GradientTransformation, InState | None]:
+) -> tuple[optax.GradientTransformation, MetricRate | None]:
     """Returns the run's optimizer, with the config's clipping and loss scale, and its learning rate
     if evaluations decide it.
 
@@ -50,16 +48,15 @@ def optimizer_of(
         if problems := [*_replaced(args, config)]:
             raise ConfigError(problems, "Trainer(optimizer=...)")
         return zero.wrap(own), None
-    options = cast("Options | None", args.lr_scheduler_kwargs)
+    options = cast("Params | None", args.lr_scheduler_kwargs)
     base = args.learning_rate
     if config.optimizer is not None:
         base = config.optimizer.with_defaults().get("lr", base)
     if config.scheduler is None and args.lr_scheduler_type == BY_METRIC:
-        metric_rate = MetricRate(base, options)
+        metric_rate = MetricRate(base, options, args.metric_for_best_model)
         tx, _ = _with_rate(args, config, optax.constant_schedule(1.0))
-        in_state = InState.of(tx, metric_rate, args.metric_for_best_model)
-        return wrap(in_state.tx, **features(config)), in_state
-    rate = config.scheduler or schedule(
+        return wrap(optax.chain(tx, metric_rate.scale()), **features(config)), metric_rate
+    rate = config.scheduler or schedule_of_transformers(
         args.lr_scheduler_type, Run(base, args.warmup(steps), steps), options
     )
     tx, learning_rate = _with_rate(args, config, rate)
@@ -82,8 +79,8 @@ def _replaced(args: TrainingArguments, config: ZeroConfig) -> Iterator[str]:
     for name in args.changed(IN_TRANSFORMATION):
         yield (
             f"{name} = {as_text(getattr(args, name))} has no effect on your transformation: "
-            'build it in, optax.adamw(schedule("cosine", Run(rate, warmup, steps))) with '
-            "schedule and Run of zerojax.trainer.schedules, or remove optimizer="
+            'build it in, optax.adamw(schedule_of_transformers("cosine", Run(rate, warmup, '
+            "steps))) with the functions of zerojax.optim.schedules, or remove optimizer="
         )
 
 
@@ -92,18 +89,12 @@ def _with_rate(
 ) -> tuple[optax.GradientTransformation, Rate]:
     """Returns the optimizer of the JSON or the arguments, and its learning rate."""
     if config.optimizer is not None:
-        return named_optimizer(
-            config.optimizer,
-            rate,
-            compute_dtype=DTYPES[config.compute_dtype],
-        )
+        dtype = DTYPES[config.compute_dtype]
+        return named_optimizer(config.optimizer, rate, compute_dtype=dtype)
     named, options = OPTIMIZERS[args.optim], optim_options(args.optim, args.optim_args)
-    params = {
-        "lr": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        **{name: value(args) for name, value in named.arguments.items()},
-        **options,
-    }
+    given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    params = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **options}
+    params |= {name: given[name] for name in named.arguments}
     mask = no_bias_and_norm if args.weight_decay else None
     if isinstance(named.form, str):
         own = OptimizerConfig(type=named.form, params=params)

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 import optax
 
 from zerojax.config.errors import ConfigError, as_text, suggestion
-from zerojax.config.kinds import ABOVE_ZERO, AMOUNT, BETA, FLAG, ValueKind
+from zerojax.config.kinds import ABOVE_ZERO, BETA, FLAG
+from zerojax.config.named_types import OPTIMIZERS as TYPES
+from zerojax.config.row import Key
 
 Transformations: TypeAlias = list[optax.GradientTransformation]
 
@@ -29,25 +31,18 @@ Rule: TypeAlias = Callable[[Transformations, Mapping[str, Any]], Transformations
 """Function from the weight decay and the options to the transformations that yield u."""
 
 
-class Option(NamedTuple):
-    """An option of ``optim_args``: its kind, and the default, PyTorch's."""
-
-    kind: ValueKind
-    default: float | bool
-
-
 class Named(NamedTuple):
     """An optimizer of ``optim``.
 
     Attributes:
       form: Its type in the JSON, or its rule if the JSON has no such type.
-      arguments: The training arguments that it has, by the names of the JSON's parameters.
-      options: The options of ``optim_args``.
+      arguments: The parameters of the JSON that training arguments set: "betas" and "eps".
+      options: The options of ``optim_args``, whose defaults are PyTorch's.
     """
 
     form: str | Rule
-    arguments: Mapping[str, Callable[[Any], object]] = MappingProxyType({})
-    options: Mapping[str, Option] = MappingProxyType({})
+    arguments: tuple[str, ...] = ()
+    options: Mapping[str, Key] = MappingProxyType({})
 
 
 def _adafactor(decay: Transformations, options: Mapping[str, Any]) -> Transformations:
@@ -61,31 +56,28 @@ def _rmsprop(decay: Transformations, options: Mapping[str, Any]) -> Transformati
     return [*decay, rule, *([optax.trace(options["momentum"])] if options["momentum"] else [])]
 
 
-_BETAS: dict[str, Callable[[Any], object]] = {
-    "betas": lambda args: (args.adam_beta1, args.adam_beta2)
-}
-_ADAMW = Named("AdamW", {**_BETAS, "eps": lambda args: args.adam_epsilon})
+_ADAMW = Named("AdamW", ("betas", "eps"))
 _ADAMWS = (
     "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_apex_fused adamw_hf "
     "adamw_anyprecision"
 )
-_MOMENTUM = Option(BETA, 0.0)
+_MOMENTUM = TYPES["SGD"]["momentum"]
 
 OPTIMIZERS: dict[str, Named] = {
     **dict.fromkeys(_ADAMWS.split(), _ADAMW),
     "adafactor": Named(_adafactor),
-    "sgd": Named("SGD", options={"momentum": _MOMENTUM, "nesterov": Option(FLAG, False)}),
-    "adagrad": Named("Adagrad", options={"eps": Option(AMOUNT, 1e-10)}),
+    "sgd": Named("SGD", options={"momentum": _MOMENTUM, "nesterov": TYPES["SGD"]["nesterov"]}),
+    "adagrad": Named("Adagrad", options={"eps": TYPES["Adagrad"]["eps"]}),
     "rmsprop": Named(
         _rmsprop,
         options={
-            "alpha": Option(BETA, 0.99),
-            "eps": Option(ABOVE_ZERO, 1e-8),
+            "alpha": Key("", BETA, 0.99),
+            "eps": Key("", ABOVE_ZERO, 1e-8),
             "momentum": _MOMENTUM,
-            "centered": Option(FLAG, False),
+            "centered": Key("", FLAG, False),
         },
     ),
-    "lion_32bit": Named("Lion", _BETAS),
+    "lion_32bit": Named("Lion", ("betas",)),
 }
 """The optimizers by their names."""
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ import numpy as np
 STRATEGIES = ("random", "sequential", "group_by_length")
 
 
+@dataclass(kw_only=True)
 class Order:
     """Order of the rows in each epoch.
 
-    Args:
+    Attributes:
       strategy: One of :data:`STRATEGIES`.
       rows: The number of rows.
       seed: The seed of the permutations.
@@ -29,36 +31,27 @@ class Order:
       lengths: The length of each row, for "group_by_length".
 
     Example:
-      >>> Order("sequential", 4, seed=0, batch=2)(epoch=3)
+      >>> Order(strategy="sequential", rows=4, seed=0, batch=2)(epoch=3)
       array([0, 1, 2, 3])
     """
 
-    def __init__(
-        self,
-        strategy: str,
-        rows: int,
-        *,
-        seed: int,
-        batch: int,
-        lengths: np.ndarray | None = None,
-    ) -> None:
-        self.strategy, self._lengths = strategy, lengths
-        self._rows, self._seed, self._batch = rows, seed, batch
-        self._last: tuple[int, np.ndarray] | None = None
+    strategy: str
+    rows: int
+    seed: int
+    batch: int
+    lengths: np.ndarray | None = None
+    _last: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
 
     def __call__(self, epoch: int) -> np.ndarray:
         """Returns the row indices of an epoch, int [rows]; keeps those of the last one."""
         if self._last is None or self._last[0] != epoch:
-            self._last = epoch, self._computed(epoch)
+            order = np.arange(self.rows)
+            if self.strategy != "sequential":
+                order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)
+            if self.lengths is not None:
+                order = grouped(order, self.lengths, self.batch)
+            self._last = epoch, order
         return self._last[1]
-
-    def _computed(self, epoch: int) -> np.ndarray:
-        if self.strategy == "sequential":
-            return np.arange(self._rows)
-        permutation = np.random.default_rng((self._seed, epoch)).permutation(self._rows)
-        if self._lengths is None:
-            return permutation
-        return grouped(permutation, self._lengths, self._batch)
 
 
 def grouped(permutation: np.ndarray, lengths: np.ndarray, batch: int) -> np.ndarray:

@@ -9,7 +9,39 @@ from zerojax.config.accelerate.keys import KEYS as YAML_KEYS
 from zerojax.config.errors import ConfigError, as_text, closest, hint
 from zerojax.config.files import read_json
 from zerojax.config.kinds import FLAG
-from zerojax.trainer.theirs import THEIR_DEFAULTS
+
+THEIR_DEFAULTS: dict[str, object] = {
+    "accelerator_config": {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": True,
+        "non_blocking": False,
+        "gradient_accumulation_kwargs": None,
+    },
+    "average_tokens_across_devices": True,
+    "dataloader_in_order": True,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": True,
+    "ddp_timeout": 1800,
+    "eval_do_concat_batches": True,
+    "hub_strategy": "every_save",
+    "hub_token": "<HUB_TOKEN>",
+    "include_num_input_tokens_seen": "no",
+    "label_names": ["labels"],
+    "local_rank": -1,
+    "log_level": "passive",
+    "log_level_replica": "warning",
+    "log_on_each_node": True,
+    "logging_nan_inf_filter": True,
+    "metric_for_best_model": "loss",
+    "optim": "adamw_torch_fused",
+    "project": "huggingface",
+    "remove_unused_columns": True,
+    "skip_memory_metrics": True,
+}
+"""Defaults of transformers' ``TrainingArguments`` (5.24), as its ``to_dict`` returns them, that are
+neither empty nor zerojax's own."""
 
 _LOOP = "rows are read in the training process; a dataset of grain or datasets reads ahead itself"
 _TORCH = "it steers PyTorch"
@@ -90,6 +122,13 @@ def their_default(name: str) -> object:
     return THEIR_DEFAULTS.get(name, REFUSED.get(name, ((None,), ""))[0][0])
 
 
+def is_default(name: str, value: object) -> bool:
+    """Returns whether an argument has transformers' default, which asks for nothing."""
+    if name in THEIR_DEFAULTS:
+        return value in (THEIR_DEFAULTS[name], None)
+    return value is None or value is False or value in ([], {}, "")
+
+
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
     "activation_checkpointing": "gradient_checkpointing",
@@ -153,20 +192,6 @@ def refuse(given: Mapping[str, object], known: Iterable[str]) -> None:
         raise TypeError(f"Trainer: {name}: {problem}; {reason}")
 
 
-class FsdpOptions(NamedTuple):
-    """Parsed ``fsdp_config``.
-
-    Attributes:
-      remat: True if the backward pass recomputes blocks.
-      unused: The name of each key without effect, with the reason.
-      problems: A line for each invalid key.
-    """
-
-    remat: bool
-    unused: list[str]
-    problems: list[str]
-
-
 _REMAT = ("activation_checkpointing", "xla_fsdp_grad_ckpt")
 _OF_XLA = ("limit_all_gathers", "xla", "xla_fsdp_settings", "xla_fsdp_v2")
 _IN_FSDP: dict[str, tuple[object, str]] = {
@@ -181,6 +206,20 @@ _IN_FSDP: dict[str, tuple[object, str]] = {
 """Keys that an argument replaces: the value that changes nothing, and the remedy for others."""
 
 
+class FsdpOptions(NamedTuple):
+    """Parsed ``fsdp_config``.
+
+    Attributes:
+      remat: True if the backward pass recomputes blocks.
+      unused: The name of each key without effect, with the reason.
+      problems: A line for each invalid key.
+    """
+
+    remat: bool
+    unused: list[str]
+    problems: list[str]
+
+
 def fsdp_options(
     given: str | os.PathLike[str] | Mapping[str, object] | None,
 ) -> FsdpOptions:
@@ -193,30 +232,28 @@ def fsdp_options(
       >>> fsdp_options({"activation_checkpointing": True, "use_orig_params": True}).remat
       True
     """
-    options = FsdpOptions(False, [], [])
     raw, problems = read_json(given) if given is not None else ({}, [])
-    options.problems.extend(f"fsdp_config: {problem}" for problem in problems)
-    known = [key.removeprefix(f"{FSDP}.fsdp_") for key in YAML_KEYS if key.startswith(f"{FSDP}.")]
+    remat, unused, problems = False, list[str](), [f"fsdp_config: {text}" for text in problems]
+    prefix = f"{FSDP}.fsdp_"
+    rows = {k.removeprefix(prefix): row for k, row in YAML_KEYS.items() if k.startswith(prefix)}
     for name, value in raw.items():
+        key, is_value = f"fsdp_config.{name}", f"fsdp_config.{name} = {as_text(value)}"
         suffix = name.removeprefix("fsdp_")
-        key = YAML_KEYS.get(f"{FSDP}.fsdp_{suffix}")
-        accepted, reason = _IN_FSDP.get(suffix, (None, ""))
+        row, (accepted, reason) = rows.get(suffix), _IN_FSDP.get(suffix, (None, ""))
         if suffix in _REMAT:
             try:
-                options = options._replace(remat=FLAG.check(value) or options.remat)
+                remat |= FLAG.check(value)
             except ConfigError as error:
-                options.problems.append(f"fsdp_config.{name}: {error}")
+                problems.append(f"{key}: {error}")
         elif suffix in _OF_XLA:
-            options.unused.append(f"fsdp_config.{name} ({_XLA})")
-        elif key is None:
-            remedy = hint(closest(suffix, [*known, *_REMAT, *_OF_XLA]), "remove it")
-            options.problems.append(f"fsdp_config.{name}: unknown key; {remedy}")
+            unused.append(f"{key} ({_XLA})")
+        elif row is None:
+            remedy = hint(closest(suffix, [*rows, *_REMAT, *_OF_XLA]), "remove it")
+            problems.append(f"{key}: unknown key; {remedy}")
         elif reason and value not in (accepted, None):
-            options.problems.append(f"fsdp_config.{name} = {as_text(value)}: {reason}")
-        elif key.treatment == "off only" and value not in key.accepts:
-            options.problems.append(
-                f"fsdp_config.{name} = {as_text(value)} is not supported: {key.why}"
-            )
-        elif key.treatment in ("no effect", "left to XLA"):
-            options.unused.append(f"fsdp_config.{name} ({key.why})")
-    return options
+            problems.append(f"{is_value}: {reason}")
+        elif row.treatment == "off only" and value not in row.accepts:
+            problems.append(f"{is_value} is not supported: {row.why}")
+        elif row.treatment in ("no effect", "left to XLA"):
+            unused.append(f"{key} ({row.why})")
+    return FsdpOptions(remat, unused, problems)

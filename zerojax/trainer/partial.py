@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.accumulation.symbolic import TracedRows
+from zerojax.evaluation.batch import like
 from zerojax.evaluation.rows import ByRows, TracedFunction
 from zerojax.evaluation.undivided import Undivided
 from zerojax.trace.gradients import weighted_mean
@@ -39,19 +40,13 @@ class Partial(NamedTuple):
 
     def batch_like(self, sample: Mapping[str, Shaped]) -> tuple[PyTree, jax.ShapeDtypeStruct]:
         """Returns the shapes of a full batch like ``sample``, and of the mask of its rows."""
-
-        def like(x: Shaped) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            return jax.ShapeDtypeStruct((self.full, *x.shape[1:]), dtype)
-
-        return jax.tree.map(like, sample), jax.ShapeDtypeStruct((self.full,), bool)
+        return like(sample, self.full), jax.ShapeDtypeStruct((self.full,), bool)
 
 
 def partial_mean(
     function: Callable[..., tuple[object, PyTree]],
     args: tuple[PyTree, ...],
-    batch: PyTree,
-    counts: jax.Array,
+    given: tuple[PyTree, jax.Array],
     partial: Partial,
     *,
     remembers: bool,
@@ -62,8 +57,8 @@ def partial_mean(
       function: ``function(*args, batch)`` returns the loss in any of its forms, and the rest of the
         state.
       args: Arrays, or trees of arrays.
-      batch: Arrays [rows, ...] of the global batch or of a micro-batch.
-      counts: bool [rows], True for rows that count.
+      given: Arrays [rows, ...] of the global batch or of a micro-batch; and bool [rows], True for
+        rows that count.
       partial: The numbers of rows.
       remembers: Whether the rest of the state may depend on the rows.
 
@@ -71,13 +66,15 @@ def partial_mean(
       ValueError: The loss combines rows in a way other than a reduction, and the update has several
         micro-batches.
     """
-    here = counts.shape[0]
+    batch, counts = given
     loss = jax.eval_shape(lambda *given: loss_entry(function(*given)[0]), *args, batch)
-    if _by_weights(loss, here) and not remembers:
-        given, changed = function(*args, batch)
-        values, weights = loss_entry(given)
+    shapes = [x.shape for x in loss] if isinstance(loss, tuple) else []
+    by_weights = len(shapes) == 2 and shapes[0] == shapes[1] and shapes[0][:1] == counts.shape
+    if by_weights and not remembers:
+        outputs, changed = function(*args, batch)
+        values, weights = loss_entry(outputs)
         weights = jnp.asarray(weights)
-        mask = counts.reshape(here, *[1] * (weights.ndim - 1))
+        mask = counts.reshape(-1, *[1] * (weights.ndim - 1))
         return weighted_mean(values, jnp.where(mask, weights, 0)), changed
     try:
         return _by_rows(function, args, batch, counts, partial)
@@ -89,16 +86,8 @@ def partial_mean(
                 "pair (values, weights) of rows from the loss, set "
                 f"gradient_accumulation_steps to 1, or pass a multiple of {partial.full} rows"
             ) from None
-    given, changed = function(*args, jax.tree.map(lambda x: x[: partial.rows], batch))
-    return mean_loss(given), changed
-
-
-def _by_weights(loss: object, rows: int) -> bool:
-    """Returns whether a loss is a pair of values and weights with ``rows`` rows each."""
-    if not (isinstance(loss, tuple) and len(loss) == 2):
-        return False
-    values, weights = loss
-    return bool(values.shape == weights.shape and values.shape[:1] == (rows,))
+    outputs, changed = function(*args, jax.tree.map(lambda x: x[: partial.rows], batch))
+    return mean_loss(outputs), changed
 
 
 def _by_rows(
@@ -124,11 +113,10 @@ def _by_rows(
 
     rows = TracedRows.of(full_rows, batch_rows)
     batch_leaves, arg_leaves = jax.tree.leaves(batch), jax.tree.leaves(args)
-    is_batch = [*[False] * len(arg_leaves), *[True] * len(batch_leaves)]
+    is_batch = [False] * len(arg_leaves) + [True] * len(batch_leaves)
 
     def traced(n: int) -> TracedFunction:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
-        closed, out = jax.make_jaxpr(mean, return_shape=True)(args, shapes)
+        closed, out = jax.make_jaxpr(mean, return_shape=True)(args, like(batch, n))
         return TracedFunction(closed, is_batch, jax.tree.structure(out))
 
     part = traced(rows.traced[1])

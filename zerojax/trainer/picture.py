@@ -13,7 +13,8 @@ from zerojax.distributed import log
 
 FILE = "training.svg"
 
-_SKIPPED = ("_runtime", "_per_second", "_preparation_time")
+SPEED = ("_runtime", "_per_second", "_preparation_time")
+"""Ends of the names of figures that say how fast an evaluation was."""
 
 Curve = Sequence[tuple[int, float]]
 """Steps and values."""
@@ -30,7 +31,8 @@ def curves(log_history: Sequence[Mapping[str, float]]) -> dict[str, Curve]:
     for entry in log_history:
         for name, value in entry.items():
             drawn = name in ("loss", "learning_rate", "grad_norm") or name.startswith("eval_")
-            if drawn and not name.endswith(_SKIPPED) and _is_finite(value):
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if drawn and is_number and not name.endswith(SPEED):
                 found.setdefault(name, []).append((int(entry["step"]), value))
     return {name: curve for name, curve in found.items() if len(curve) > 1}
 
@@ -61,7 +63,3 @@ def write(folder: pathlib.Path, log_history: Sequence[Mapping[str, float]]) -> p
         log.warning("the picture %s was not written: %s", path, error)
         return None
     return path
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

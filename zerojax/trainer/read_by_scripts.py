@@ -55,11 +55,6 @@ class ReadByScripts:
         return ParallelMode.DISTRIBUTED if several else ParallelMode.NOT_PARALLEL
 
     @property
-    def local_rank(self) -> int:
-        """The index of this process on its host."""
-        return self.local_process_index
-
-    @property
     def world_size(self) -> int:
         """The number of devices, each of which has rows of its own."""
         return jax.device_count()
@@ -82,13 +77,10 @@ class ReadByScripts:
 
     @property
     def should_log(self) -> bool:
-        """True in process 0, which logs."""
+        """True in process 0, which logs and writes files."""
         return self.process_index == 0
 
-    @property
-    def should_save(self) -> bool:
-        """True in the process that writes files."""
-        return self.process_index == 0
+    local_rank, should_save = local_process_index, should_log
 
     @property
     def train_batch_size(self) -> int:

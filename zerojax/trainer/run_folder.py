@@ -82,10 +82,8 @@ class RunFolder:
         """
         directory, steps = self.checkpoints.directory, self._epochs.steps
         if resume is None or resume is False:
-            self._check_room(after=-1)
-            begun = StartingPoint(fresh(), TrainerState(max_steps=steps), [])
-            self._make_room(after=-1)
-            return begun
+            with self._replacing(after=-1):
+                return StartingPoint(fresh(), TrainerState(max_steps=steps), [])
         folder, step = (
             (directory, None) if resume is True else _folder_and_step(pathlib.Path(resume))
         )
@@ -102,10 +100,8 @@ class RunFolder:
                 )
             extra = source.extra(step, process=0)
             self._check(extra, f"{folder}/{step}")
-            after = step if source is self.checkpoints else -1
-            self._check_room(after)
-            restored = source.restore(abstract(), step)
-        self._make_room(after)  # last, so that a failed restore deletes nothing
+            with self._replacing(step if source is self.checkpoints else -1):
+                restored = source.restore(abstract(), step)
         state = TrainerState(**{**extra["trainer"], "max_steps": steps})
         return StartingPoint(restored, state, extra["losses"])
 
@@ -168,26 +164,22 @@ class RunFolder:
                 "that of %d steps", where, *steps, steps[1],
             )  # fmt: skip
 
-    def _later(self, after: int) -> list[int]:
-        return [step for step in self.checkpoints.all_steps() if step > after]
-
-    def _check_room(self, after: int) -> None:
-        """Checks that there are no later steps, or that the arguments allow removing them.
+    @contextlib.contextmanager
+    def _replacing(self, after: int) -> Iterator[None]:
+        """Returns a context that removes the steps later than ``after``, unless it fails.
 
         Raises:
-          CheckpointError: There are later steps, and ``overwrite_output_dir`` is False.
+          CheckpointError: There are such steps, and ``overwrite_output_dir`` is False.
         """
-        later = self._later(after)
+        later = [step for step in self.checkpoints.all_steps() if step > after]
         if later and not self._args.overwrite_output_dir:
             raise CheckpointError(
                 f"{self.checkpoints.directory} has checkpoints of steps {later[0]} to "
                 f"{later[-1]}: resume from the last with train(resume_from_checkpoint=True), "
                 "choose another output_dir, or remove them with overwrite_output_dir=True"
             )
-
-    def _make_room(self, after: int) -> None:
-        """Removes the steps later than ``after``."""
-        for step in reversed(self._later(after)):
+        yield
+        for step in reversed(later):
             self.checkpoints.delete(step)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.checkpoint import export
@@ -85,19 +85,14 @@ def write_tokenizer(out: pathlib.Path, config: object, *holders: object) -> None
       *holders: Tokenizers or processors of transformers, or objects with a ``tokenizer``, such as
         data collators; the first that can save itself is used.
     """
-    for holder in _tokenizers(*holders):
-        if hasattr(holder, "save_pretrained"):
-            holder.save_pretrained(str(out))
-            return
+    for each in holders:
+        for holder in (each, getattr(each, "tokenizer", None)):
+            if hasattr(holder, "save_pretrained"):
+                holder.save_pretrained(str(out))
+                return
     source = source_folder(config)
     if source is None or not source.is_dir() or source.resolve() == out.resolve():
         return
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-
-
-def _tokenizers(*holders: object) -> Iterator[object]:
-    for holder in holders:
-        yield holder
-        yield getattr(holder, "tokenizer", None)

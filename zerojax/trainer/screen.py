@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 class Screen:
@@ -37,19 +30,19 @@ class Screen:
             disable=not (bars and is_main and self._console.is_terminal),
             expand=True,
         )
-        self._open = 0
 
     def print(self, line: str) -> None:
         """Prints a line above the bars, which then show their counts."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-        if self._open:
+        if self._display.task_ids:
             self._display.refresh()
 
     @contextlib.contextmanager
     def bar(
         self, name: str, total: int | None, completed: int = 0, *, keep: bool = False
-    ) -> Iterator[Bar]:
-        """Shows a bar within the context.
+    ) -> Iterator[Callable[..., None]]:
+        """Shows a bar within the context, whose value advances it: by ``advance``, 1 by default,
+        and to another text beside it, ``figures``.
 
         Args:
           name: The unit, before the count.
@@ -57,32 +50,16 @@ class Screen:
           completed: The count at the start.
           keep: Whether the bar stays on the screen after the context.
         """
-        task = self._display.add_task(name, total=total, completed=completed, figures="")
-        if not self._open and not self._display.disable:
-            self._display.start()
-        self._open += 1
+        display = self._display
+        task = display.add_task(name, total=total, completed=completed, figures="")
+        display.start()
         try:
-            yield Bar(self._display, task)
+            yield lambda advance=1, **text: display.update(task, advance=advance, **text)
         finally:
-            self._open -= 1
+            is_last = len(display.task_ids) == 1
             if not keep:
-                self._display.remove_task(task)
-            if not self._open and not self._display.disable:
-                self._display.stop()
+                display.remove_task(task)
+            if is_last and not display.disable:  # a disabled one would print a line
+                display.stop()
             if keep:
-                self._display.remove_task(task)
-
-
-class Bar:
-    """A bar of a :class:`Screen`."""
-
-    def __init__(self, display: Progress, task: TaskID) -> None:
-        self._display, self._task = display, task
-
-    def advance(self, count: int = 1) -> None:
-        """Advances the bar."""
-        self._display.advance(self._task, count)
-
-    def show(self, figures: str) -> None:
-        """Replaces the text beside the bar."""
-        self._display.update(self._task, figures=figures)
+                display.remove_task(task)

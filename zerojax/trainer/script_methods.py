@@ -62,12 +62,11 @@ class ScriptMethods(ABC):
         """
         if not self.is_world_process_zero():
             return
-        found = self._with_epoch(metrics)
-        _write(Path(self.args.output_dir, f"{split}_results.json"), found)
+        found, folder = self._with_epoch(metrics), Path(self.args.output_dir)
+        _write(folder / f"{split}_results.json", found)
         if combined:
-            path = Path(self.args.output_dir, "all_results.json")
-            earlier = json.loads(path.read_text()) if path.exists() else {}
-            _write(path, earlier | found)
+            path = folder / "all_results.json"
+            _write(path, (json.loads(path.read_text()) if path.exists() else {}) | found)
 
     def save_state(self) -> None:
         """Writes ``trainer_state.json`` to ``output_dir``, in process 0: steps, epochs, logs."""

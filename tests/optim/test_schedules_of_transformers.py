@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zerojax.config import ConfigError
-from zerojax.trainer.schedules import SCHEDULES, Run, schedule
+from zerojax.optim.schedules import OF_TRANSFORMERS, Run, schedule_of_transformers
 
 WARMUP = [0.0, 0.00033333333, 0.00066666667]
 # `transformers.get_scheduler(name, optimizer, 3, 11, options)`, from update 3 on.
@@ -63,32 +63,32 @@ RECORDED_FROM_0 = (
 def test_a_schedule_with_its_own_warm_up_is_that_of_transformers(
     name: str, options: dict[str, object], rates: list[float]
 ) -> None:
-    ours = schedule(name, Run(1e-3, 3, 11), options)(np.arange(13))
+    ours = schedule_of_transformers(name, Run(1e-3, 3, 11), options)(np.arange(13))
     np.testing.assert_allclose(ours, rates, rtol=2e-6, atol=2e-10)
 
 
 def test_every_schedule_of_transformers_is_known() -> None:
     """``transformers.SchedulerType`` of 5.24, but for those that evaluations decide."""
-    assert {*RECORDED, *(case[0] for case in RECORDED_FROM_0)} == {*SCHEDULES}
+    assert {*RECORDED, *(case[0] for case in RECORDED_FROM_0)} == {*OF_TRANSFORMERS}
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_schedule_is_that_of_transformers(name: str) -> None:
     options, after = RECORDED[name]
-    rate = schedule(name, Run(1e-3, 3, 11), options)(np.arange(13))
+    rate = schedule_of_transformers(name, Run(1e-3, 3, 11), options)(np.arange(13))
     warmup = [1e-3] * 3 if name == "constant" else WARMUP
     np.testing.assert_allclose(rate, [*warmup, *after], rtol=2e-6, atol=2e-10)
 
 
 def test_wrong_options_are_named() -> None:
     with pytest.raises(ConfigError, match="cosine has no num_cycle; did you mean `num_cycles`"):
-        schedule("cosine", Run(1e-3, 0, 10), {"num_cycle": 2})
+        schedule_of_transformers("cosine", Run(1e-3, 0, 10), {"num_cycle": 2})
     with pytest.raises(ConfigError, match=r"lr_end = 0\.1 must be below 0\.001"):
-        schedule("polynomial", Run(1e-3, 0, 10), {"lr_end": 0.1})
+        schedule_of_transformers("polynomial", Run(1e-3, 0, 10), {"lr_end": 0.1})
     with pytest.raises(ConfigError, match="takes min_lr or min_lr_rate"):
-        schedule("cosine_with_min_lr", Run(1e-3, 0, 10))
+        schedule_of_transformers("cosine_with_min_lr", Run(1e-3, 0, 10))
     with pytest.raises(ConfigError, match="needs num_decay_steps"):
-        schedule("warmup_stable_decay", Run(1e-3, 0, 10))
+        schedule_of_transformers("warmup_stable_decay", Run(1e-3, 0, 10))
     options = {"num_decay_steps": 2, "decay_type": "log"}
     with pytest.raises(ConfigError, match="decay_type = 'log' is none of linear, cosine, 1-sqrt"):
-        schedule("warmup_stable_decay", Run(1e-3, 0, 10), options)
+        schedule_of_transformers("warmup_stable_decay", Run(1e-3, 0, 10), options)

@@ -20,7 +20,7 @@ from zerojax.offload.compute_copies import ComputeCopies
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.store import DiskStore
 from zerojax.offload.groups import ArrayPlacement, disk_chunks
-from zerojax.plan.places import DISK, disk_sections, offloads
+from zerojax.plan.places import DEVICE, DISK, disk_sections, offloads
 from zerojax.plan.state_sharding import Leaf, Plan
 from zerojax.plan.stored import StoredArray, pad, user_leaf
 from zerojax.train_state.state_parts import Parts
@@ -167,7 +167,12 @@ class Placer:
             on_device = [shardings[i].with_memory_kind(None) for i in batch]
             arrays = jax.jit(leaves_of_batch, out_shardings=on_device)(*args)
             for i in batch:
-                placed.append(self.put(arrays.pop(0), shardings[i], leaves[i]))
+                x, leaf = arrays.pop(0), leaves[i]
+                # On the device it is in place. device_put refuses keys of several processes.
+                at_rest = leaf.place == DEVICE
+                placed.append(
+                    user_leaf(x, leaf.shape) if at_rest else self.put(x, shardings[i], leaf)
+                )
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 
 

@@ -54,8 +54,7 @@ def test_without_nvidia_smi_the_driver_s_files_count(
     for bus in BUSES:
         (tmp_path / "driver/nvidia/gpus" / bus).mkdir(parents=True)
     assert gpus({}, tmp_path) == [Gpu(str(i), "", bus) for i, bus in enumerate(BUSES)]
-    by_uuid = {"CUDA_VISIBLE_DEVICES": "GPU-1a"}
-    assert gpus(by_uuid, tmp_path) == [Gpu("GPU-1a", "GPU-1a", "")]
+    assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-1a"}, tmp_path) == [Gpu("GPU-1a", "GPU-1a", "")]
     assert gpus({}, tmp_path / "none") == []
 
 

@@ -71,14 +71,9 @@ def send(pid: int, number: int) -> None:
 def reap() -> list[tuple[int, int]]:
     """Returns ids and exit codes (-N: signal N) of the children that ended, adopted ones too."""
     ended = []
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            break
-        if pid == 0:
-            break
-        ended.append((pid, os.waitstatus_to_exitcode(status)))
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append((child[0], os.waitstatus_to_exitcode(child[1])))
     return ended
 
 

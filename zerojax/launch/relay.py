@@ -10,7 +10,7 @@ import selectors
 import threading
 import time
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 from zerojax.launch.failure import Outcome, reported
 
@@ -105,7 +105,7 @@ class Relay(threading.Thread):
                     for line in key.data.lines(data):
                         self._write(key.data, line)
                 if not data:
-                    self._close(key.fileobj)
+                    self._close(key)
                     if key.data:
                         self._flush(key.data)
                     else:
@@ -116,12 +116,13 @@ class Relay(threading.Thread):
     def close(self) -> None:
         """Closes the pipes; callers call it only if the thread has not started."""
         for key in [*self._selector.get_map().values()]:
-            self._close(key.fileobj)
+            self._close(key)
         self._selector.close()
 
-    def _close(self, pipe: Any) -> None:
-        self._selector.unregister(pipe)
-        pipe.close()
+    def _close(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        assert isinstance(key.fileobj, io.IOBase)
+        key.fileobj.close()
 
     def _flush(self, source: Source) -> None:
         if source.rest:

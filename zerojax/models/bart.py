@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import check_length, run_blocks
+from zerojax.models.blocks import check_length, dense, embed, run_blocks
 from zerojax.models.config import Fields, Sizes
 from zerojax.models.encoder_decoder import Activation, Block, EncoderDecoder, EncoderDecoderConfig
 from zerojax.models.loss import widen
@@ -82,8 +82,7 @@ class BartConfig(EncoderDecoderConfig):
         return functools.partial(nn.gelu, approximate=False), ("fc1",), "fc2"
 
     def dense(self, features: int, name: str) -> nn.Dense:
-        init = nn.initializers.normal(self.init_std)
-        return nn.Dense(features, dtype=self.dtype, kernel_init=init, name=name)
+        return dense(features, self, self.init_std, name)
 
     def norm(self, name: str) -> nn.Module:
         return nn.LayerNorm(LAYER_NORM_EPS, dtype=self.dtype, name=name)
@@ -132,7 +131,7 @@ class Stack(nn.Module):
     ) -> jax.Array:
         c = self.config
         rows = c.max_position_embeddings + c.position_offset
-        x += _embed(rows, c, "embed_positions")(positions + c.position_offset)
+        x += embed(rows, c.d_model, c, c.init_std, "embed_positions")(positions + c.position_offset)
         if c.normalize_embedding:
             x = c.norm("layernorm_embedding")(x)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
@@ -150,7 +149,7 @@ class Bart(EncoderDecoder):
 
     def setup(self) -> None:
         c = self.config
-        self.shared: nn.Embed = _embed(c.vocab_size, c)
+        self.shared: nn.Embed = embed(c.vocab_size, c.d_model, c, c.init_std)
         self.encoder: Stack = Stack(c, c.encoder_layers, is_decoder=False)
         self.decoder: Stack = Stack(c, c.decoder_layers, is_decoder=True)
         if c.add_logits_bias:
@@ -182,8 +181,3 @@ def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
     start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
     inputs = jnp.concatenate([start, labels[:, :-1]], axis=1)
     return jnp.where(inputs < 0, config.pad_token_id, inputs)
-
-
-def _embed(rows: int, c: BartConfig, name: str | None = None) -> nn.Embed:
-    init = nn.initializers.normal(c.init_std)
-    return nn.Embed(rows, c.d_model, dtype=c.dtype, embedding_init=init, name=name)

@@ -142,6 +142,22 @@ def keys_mask(mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else mask[:, None, None, :].astype(bool)
 
 
+def dense(
+    features: int, c: ModelConfig, std: float, name: str | None = None, *, use_bias: bool = True
+) -> nn.Dense:
+    """Returns a dense layer whose kernel starts with that standard deviation."""
+    init = nn.initializers.normal(std)
+    return nn.Dense(features, use_bias=use_bias, dtype=c.dtype, kernel_init=init, name=name)
+
+
+def embed(
+    rows: int, features: int, c: ModelConfig, std: float, name: str | None = None
+) -> nn.Embed:
+    """Returns a table [rows, features] that starts with that standard deviation."""
+    init = nn.initializers.normal(std)
+    return nn.Embed(rows, features, dtype=c.dtype, embedding_init=init, name=name)
+
+
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
     """Reshapes [..., D] to [..., H, d]."""
     return x.reshape(*x.shape[:-1], heads, -1)

@@ -53,7 +53,24 @@ def distillation_loss(
       >>> losses.shape, round(float(losses.mean()), 4)       # half of ln 5: the teacher agrees
       ((2, 3), 0.8047)
     """
-    _check(student_logits, teacher_logits, targets, temperature, hard_weight)
+    if student_logits.shape != teacher_logits.shape:
+        raise ValueError(
+            f"distillation_loss: logits of the student are {[*student_logits.shape]}, of the "
+            f"teacher {[*teacher_logits.shape]}: call both with the same inputs, and cut the "
+            "larger vocabulary, teacher_logits[..., :V]"
+        )
+    if targets is not None:
+        is_integer = jnp.issubdtype(targets.dtype, jnp.integer)
+        if targets.shape != student_logits.shape[:-1] or not is_integer:
+            raise ValueError(
+                f"distillation_loss: targets are {targets.dtype}{[*targets.shape]}. Pass token "
+                f"numbers, integers {[*student_logits.shape[:-1]]}."
+            )
+    if not (temperature > 0 and 0 <= hard_weight <= 1):
+        raise ValueError(
+            f"distillation_loss: temperature = {temperature} must be above 0, and hard_weight "
+            f"= {hard_weight} from 0 to 1"
+        )
     student, teacher = widen(student_logits), jax.lax.stop_gradient(widen(teacher_logits))
     log_student, log_teacher = (jax.nn.log_softmax(x / temperature) for x in (student, teacher))
     soft = optax.losses.kl_divergence_with_log_targets(log_student, log_teacher)
@@ -61,30 +78,3 @@ def distillation_loss(
     if targets is None:
         return soft
     return (1 - hard_weight) * soft + hard_weight * cross_entropy(student, targets)
-
-
-def _check(
-    student: jax.Array,
-    teacher: jax.Array,
-    targets: jax.Array | None,
-    temperature: float,
-    hard_weight: float,
-) -> None:
-    if student.shape != teacher.shape:
-        raise ValueError(
-            f"distillation_loss: logits of the student are {[*student.shape]}, of the teacher "
-            f"{[*teacher.shape]}: call both with the same inputs, and cut the larger "
-            "vocabulary, teacher_logits[..., :V]"
-        )
-    if targets is not None:
-        is_integer = jnp.issubdtype(targets.dtype, jnp.integer)
-        if targets.shape != student.shape[:-1] or not is_integer:
-            raise ValueError(
-                f"distillation_loss: targets are {targets.dtype}{[*targets.shape]}. Pass token "
-                f"numbers, integers {[*student.shape[:-1]]}."
-            )
-    if not (temperature > 0 and 0 <= hard_weight <= 1):
-        raise ValueError(
-            f"distillation_loss: temperature = {temperature} must be above 0, and hard_weight "
-            f"= {hard_weight} from 0 to 1"
-        )

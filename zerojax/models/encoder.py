@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from zerojax.models import blocks
 from zerojax.models.blocks import attend, check_length, split_heads
 from zerojax.models.config import ModelConfig
 from zerojax.models.loss import widen
@@ -210,8 +211,7 @@ class Encoder(nn.Module):
 
 def embed(rows: int, c: EncoderConfig, name: str) -> nn.Embed:
     """Returns a table [rows, D]."""
-    init = nn.initializers.normal(c.initializer_range)
-    return nn.Embed(rows, c.hidden_size, dtype=c.dtype, embedding_init=init, name=name)
+    return blocks.embed(rows, c.hidden_size, c, c.initializer_range, name)
 
 
 def layer_norm(c: EncoderConfig, name: str = "LayerNorm") -> nn.LayerNorm:
@@ -226,8 +226,7 @@ def hidden_dropout(c: EncoderConfig, deterministic: bool) -> nn.Dropout:
 
 def dense(features: int, c: EncoderConfig, name: str) -> nn.Dense:
     """Returns a dense layer to the given number of features."""
-    init = nn.initializers.normal(c.initializer_range)
-    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
+    return blocks.dense(features, c, c.initializer_range, name)
 
 
 def masked(x: jax.Array, mask: jax.Array | None) -> jax.Array:

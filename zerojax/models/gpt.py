@@ -29,6 +29,8 @@ from zerojax.models.blocks import (
     Attention,
     causal_attention,
     check_length,
+    dense,
+    embed,
     last_tokens,
     padding_mask,
     run_blocks,
@@ -111,7 +113,7 @@ class SelfAttention(nn.Module):
         self, x: jax.Array, mask: jax.Array | None, positions: jax.Array | None = None
     ) -> jax.Array:
         c, layout, attention = self.config, self.layout, self.attention
-        heads = layout.split(_dense(3 * c.n_embd, INIT_STD, c, "c_attn"), x, 3)
+        heads = layout.split(dense(3 * c.n_embd, c, INIT_STD, "c_attn"), x, 3)
         q, k, v = (split_heads(checkpoint_name(a, "c_attn"), c.n_head) for a in heads)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         if c.dropout and not self.deterministic:
@@ -119,7 +121,7 @@ class SelfAttention(nn.Module):
         attention = layout.attention(with_mask(attention, mask))
         y = attend_cached(self, attention, causal_attention, q, k, v, positions)
         return checkpoint_name(
-            _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape)), "attn.c_proj"
+            dense(c.n_embd, c, c.residual_std, "c_proj")(y.reshape(x.shape)), "attn.c_proj"
         )
 
 
@@ -132,9 +134,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        h = checkpoint_name(_dense(4 * c.n_embd, INIT_STD, c, "c_fc")(x), "c_fc")
+        h = checkpoint_name(dense(4 * c.n_embd, c, INIT_STD, "c_fc")(x), "c_fc")
         h = nn.gelu(h, approximate=True)
-        return _dense(c.n_embd, c.residual_std, c, "c_proj")(self.layout.features(h))
+        return dense(c.n_embd, c, c.residual_std, "c_proj")(self.layout.features(h))
 
 
 class Block(nn.Module):
@@ -198,8 +200,14 @@ class GPT(nn.Module):
     tensor: TensorParallel | None = None
 
     def __post_init__(self) -> None:
+        if self.tensor and self.kernels:
+            raise ValueError(
+                "kernels: the fused layers do not support tensor parallelism: remove them and "
+                f"pass only attention=fused_attention(zero, sharded={{{self.tensor.axis!r}: 2}}), "
+                f"or remove {self.tensor.axis!r} from the mesh"
+            )
         if self.tensor:
-            check_cut(self.tensor, self.config, self.kernels)
+            self.tensor.check(self.config, "n_head", "n_embd", "vocab_size")
         super().__post_init__()
 
     @nn.compact
@@ -227,8 +235,8 @@ class GPT(nn.Module):
         check_length(tokens, c, "block_size")
         if attention is None:
             attention = kernels.causal_attention if kernels else causal_attention
-        wte = _embed(c.vocab_size, c, "wte")
-        wpe = _embed(c.block_size, c, "wpe")
+        wte = embed(c.vocab_size, c.n_embd, c, INIT_STD, "wte")
+        wpe = embed(c.block_size, c.n_embd, c, INIT_STD, "wpe")
         columns = jnp.arange(tokens.shape[1])
         at = layout.positions(columns) if positions is None else positions
         x = layout.embedded(wte, tokens) + wpe(at)
@@ -243,36 +251,9 @@ class GPT(nn.Module):
             return kernels.losses(x, wte.embedding, targets)
         x = layout.gathered(x)
         if c.num_labels:
-            init = nn.initializers.normal(INIT_STD)
-            score = nn.Dense(
-                c.num_labels, use_bias=False, dtype=c.dtype, kernel_init=init, name="score"
-            )
+            score = dense(c.num_labels, c, INIT_STD, "score", use_bias=False)
             return logits_or_losses(score(last_tokens(x, tokens, c.pad_token_id)), targets)
         return logits_or_losses(layout.features(wte.attend(x)), targets)
-
-
-def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None) -> None:
-    """Checks that a GPT can be sharded over the axis of `tensor`.
-
-    Raises:
-      ValueError: A size does not divide among the devices, or `kernels` are set.
-    """
-    if kernels:
-        raise ValueError(
-            "kernels: the fused layers do not support tensor parallelism: remove them and "
-            f"pass only attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}), or "
-            f"remove {tensor.axis!r} from the mesh"
-        )
-    tensor.check(config, "n_head", "n_embd", "vocab_size")
-
-
-def _dense(features: int, std: float, c: GPTConfig, name: str) -> nn.Dense:
-    return nn.Dense(features, dtype=c.dtype, kernel_init=nn.initializers.normal(std), name=name)
-
-
-def _embed(rows: int, c: GPTConfig, name: str) -> nn.Embed:
-    init = nn.initializers.normal(INIT_STD)
-    return nn.Embed(rows, c.n_embd, dtype=c.dtype, embedding_init=init, name=name)
 
 
 def _layer_norm(c: GPTConfig, name: str) -> nn.LayerNorm:

@@ -34,17 +34,10 @@ class Kernels:
     per_device: Callable[..., Callable[..., PyTree]]
     implementation: str | None = None
 
-    def layer_norm(self, norm: nn.LayerNorm, x: jax.Array) -> jax.Array:
-        """Computes norm(x) of x [B, T, D]."""
-        return self._layer_norm(norm, x, None)
-
-    def add_and_layer_norm(
-        self, norm: nn.LayerNorm, x: jax.Array, residual: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Computes norm(x + residual) of x [B, T, D], and the sum."""
-        return self._layer_norm(norm, x, residual)
-
-    def _layer_norm(self, norm: nn.LayerNorm, x: jax.Array, residual: jax.Array | None) -> PyTree:
+    def layer_norm(
+        self, norm: nn.LayerNorm, x: jax.Array, residual: jax.Array | None = None
+    ) -> PyTree:
+        """Computes norm(x) of x [B, T, D]; with a residual norm(x + residual), and the sum."""
         eps, weights = norm.epsilon, norm.variables["params"]
 
         def layer_norm(
@@ -110,7 +103,8 @@ def fused_causal_attention(
 
 def normalize(norm: nn.LayerNorm, x: jax.Array, kernels: Kernels | None) -> jax.Array:
     """Computes norm(x)."""
-    return kernels.layer_norm(norm, x) if kernels else norm(x)
+    normalized: jax.Array = kernels.layer_norm(norm, x) if kernels else norm(x)
+    return normalized
 
 
 def add_and_normalize(
@@ -118,5 +112,6 @@ def add_and_normalize(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes norm(x + branch), and the sum."""
     if kernels:
-        return kernels.add_and_layer_norm(norm, branch, x)
+        normalized, total = kernels.layer_norm(norm, branch, x)
+        return normalized, total
     return norm(x + branch), x + branch

@@ -32,6 +32,8 @@ from zerojax.models.blocks import (
     INIT_STD,
     Attention,
     check_length,
+    dense,
+    embed,
     grouped_attention,
     last_tokens,
     padding_mask,
@@ -321,11 +323,8 @@ class Llama(nn.Module):
         if self.is_initializing():  # its batch need not divide among the devices
             attention, layout = grouped_attention, Layout()
         layout.check(tokens)
-        init = nn.initializers.normal(INIT_STD)
-        embed = nn.Embed(
-            c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
-        )
-        x = layout.embedded(embed, tokens)
+        table = embed(c.vocab_size, c.n_embd, c, INIT_STD, "embed_tokens")
+        x = layout.embedded(table, tokens)
         if c.scaled_embedding:
             x *= jnp.asarray(math.sqrt(c.n_embd), x.dtype)
         tables = rotary_tables(tokens.shape[1], c.head_size, c, c.block_size, positions)
@@ -343,17 +342,20 @@ class Llama(nn.Module):
         x = layout.gathered(_rms_norm(c, "norm")(layout.tokens(x)))
         if c.num_labels:
             x = last_tokens(x, tokens, c.pad_token_id)
-            return logits_or_losses(_dense(c.num_labels, c, "score")(x), targets)
-        head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
+            score = dense(c.num_labels, c, INIT_STD, "score", use_bias=False)
+            return logits_or_losses(score(x), targets)
+        head = None
+        if not c.tie_word_embeddings:
+            head = dense(c.vocab_size, c, INIT_STD, "lm_head", use_bias=False)
         if targets is not None and c.loss_chunks and not self.is_initializing():
-            table = head.variables["params"]["kernel"] if head else embed.embedding.T
+            kernel = head.variables["params"]["kernel"] if head else table.embedding.T
 
             def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
-                logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
+                logits = jnp.dot(*nn.dtypes.promote_dtype(x, kernel, dtype=c.dtype))
                 return logits_or_losses(_capped(layout.features(logits), c), targets)
 
             return layout.in_chunks(losses, c.loss_chunks)(x, targets)
-        logits = head(x) if head else embed.attend(x)
+        logits = head(x) if head else table.attend(x)
         return logits_or_losses(_capped(layout.features(logits), c), targets)
 
 
@@ -377,14 +379,9 @@ def _capped(logits: jax.Array, c: LlamaConfig) -> jax.Array:
     return (cap * jnp.tanh(widen(logits) / cap)).astype(logits.dtype) if cap else logits
 
 
-def _dense(features: int, c: LlamaConfig, name: str, bias: bool = False) -> nn.Dense:
-    init = nn.initializers.normal(INIT_STD)
-    return nn.Dense(features, use_bias=bias, dtype=c.dtype, kernel_init=init, name=name)
-
-
 def _product(x: jax.Array, features: int, c: LlamaConfig, name: str, bias: bool) -> jax.Array:
     """Runs a layer on x [..., D]; a policy can name the result [..., features] as the layer."""
-    return checkpoint_name(_dense(features, c, name, bias)(x), name)
+    return checkpoint_name(dense(features, c, INIT_STD, name, use_bias=bias)(x), name)
 
 
 def _rms_norm(c: LlamaConfig, name: str) -> nn.Module:

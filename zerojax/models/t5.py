@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from zerojax.models.blocks import run_blocks
+from zerojax.models.blocks import dense, embed, run_blocks
 from zerojax.models.config import Sizes
 from zerojax.models.encoder_decoder import Activation, Block, EncoderDecoder, EncoderDecoderConfig
 from zerojax.models.loss import widen
@@ -86,16 +86,12 @@ class T5Config(EncoderDecoderConfig):
 
     def dense(self, features: int, name: str) -> nn.Dense:
         inputs = {"q": self.d_model * self.d_kv, "o": self.num_heads * self.d_kv, "wo": self.d_ff}
-        init = self.normal(inputs.get(name, self.d_model))
-        return nn.Dense(features, use_bias=False, dtype=self.dtype, kernel_init=init, name=name)
+        std = self.initializer_factor * inputs.get(name, self.d_model) ** -0.5
+        return dense(features, self, std, name, use_bias=False)
 
     def norm(self, name: str) -> nn.Module:
         scale = nn.initializers.constant(self.initializer_factor)
         return nn.RMSNorm(self.layer_norm_epsilon, dtype=self.dtype, scale_init=scale, name=name)
-
-    def normal(self, inputs: int) -> nn.initializers.Initializer:
-        """Returns the initializer of a layer of that many inputs."""
-        return nn.initializers.normal(self.initializer_factor * inputs**-0.5)
 
 
 SIZES: Sizes = {
@@ -143,10 +139,8 @@ class Stack(nn.Module):
         It is [H, T, K] for positions [T], and [B, H, T, K] for [B, T].
         """
         c = self.config
-        table = nn.Embed(
-            c.relative_attention_num_buckets, c.num_heads, dtype=c.dtype,
-            embedding_init=c.normal(c.d_model), name="relative_attention_bias",
-        )  # fmt: skip
+        count, std = c.relative_attention_num_buckets, c.initializer_factor * c.d_model**-0.5
+        table = embed(count, c.num_heads, c, std, "relative_attention_bias")
         rows = buckets(np.arange(1 - keys, keys), c, is_decoder=self.is_decoder)
         distances = jnp.arange(keys) - positions[..., None] + keys - 1
         return jnp.moveaxis(table(jnp.asarray(rows))[distances], -1, -3)
@@ -159,16 +153,12 @@ class T5(EncoderDecoder):
 
     def setup(self) -> None:
         c = self.config
-        init = nn.initializers.normal(c.initializer_factor)
-        self.shared: nn.Embed = nn.Embed(
-            c.vocab_size, c.d_model, dtype=c.dtype, embedding_init=init
-        )
+        self.shared: nn.Embed = embed(c.vocab_size, c.d_model, c, c.initializer_factor)
         self.encoder: Stack = Stack(c, c.num_layers, is_decoder=False)
         self.decoder: Stack = Stack(c, c.num_decoder_layers, is_decoder=True)
         if not c.tie_word_embeddings:
-            self.lm_head: nn.Dense = nn.Dense(
-                c.vocab_size, use_bias=False, dtype=c.dtype, kernel_init=init
-            )
+            std = c.initializer_factor
+            self.lm_head: nn.Dense = dense(c.vocab_size, c, std, use_bias=False)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         return self.shared(tokens)

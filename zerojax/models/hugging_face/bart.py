@@ -7,10 +7,12 @@
 True
 """
 
+from collections.abc import Sequence
+
 from zerojax.models.bart import BLENDERBOT, Bart, BartConfig
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
+from zerojax.models.hugging_face.config_file import Json, check_supported
 from zerojax.models.hugging_face.folder import Format
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.losses import seq2seq_loss
@@ -27,7 +29,7 @@ TIED = {
 }
 
 # Values that zerojax.models.bart supports; the first of each is transformers' default.
-SUPPORTED: Supported = {
+SUPPORTED: dict[str, Sequence[object]] = {
     "model_type": ("bart", "blenderbot"),
     "activation_function": ("gelu",),
     "tie_word_embeddings": (True,),
@@ -52,6 +54,7 @@ _BLENDERBOT = BLENDERBOT | dict(
     decoder_ffn_dim=10240, max_position_embeddings=128, scale_embedding=False,
 )  # fmt: skip
 KINDS: dict[str, Fields] = {"bart": _BART, "blenderbot": _BLENDERBOT}
+FLAGS = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "position_offset")
 
 
 def names(config: BartConfig) -> Names:
@@ -76,13 +79,9 @@ def config_from_hf(values: Json) -> BartConfig:
       ValueError: The file has another `model_type`, or a value that `zerojax.models.bart` does not
         support.
     """
-    check_supported(values, SUPPORTED, "zerojax.models.bart")
-    kind = KINDS[values.get("model_type", "bart")]
-    flags = {"normalize_before", "normalize_embedding", "add_final_layer_norm"} & set(values)
-    defaults = BartConfig(**kind)
-    check_supported(
-        values, {key: (getattr(defaults, key),) for key in flags}, "zerojax.models.bart"
-    )
+    kind = KINDS.get(values.get("model_type", "bart"), {})
+    flags = {flag: [kind.get(flag, getattr(BartConfig, flag))] for flag in FLAGS}
+    check_supported(values, SUPPORTED | flags, "zerojax.models.bart")
     fields = config_file.from_keys(config_file.same_keys(BartConfig, kind), values)
     # transformers' default, where the file does not say otherwise.
     return BartConfig(**fields, hugging_face=config_file.kept({"forced_eos_token_id": 2, **values}))
@@ -96,27 +95,19 @@ def config_to_hf(config: BartConfig) -> Json:
     Raises:
       ValueError: The config is neither BART's nor BlenderBot's.
     """
-    flags = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "position_offset")
-    flag_values = [getattr(config, flag) for flag in flags]
-    kinds = {name: BartConfig(**sizes) for name, sizes in KINDS.items()}
-    matching = [
-        name
-        for name, preset in kinds.items()
-        if flag_values == [getattr(preset, flag) for flag in flags]
-    ]
-    if not matching:
-        given = dict(zip(flags, flag_values, strict=True))
-        raise ValueError(f"transformers has no such model: {given}; known are {', '.join(KINDS)}")
-    kind = matching[0]
-    return {
-        **config_file.carried(config),
-        "architectures": [ARCHITECTURES[kind]],
-        **config_file.to_keys(config_file.same_keys(BartConfig, {}), config),
-        "model_type": kind,
-        "activation_function": "gelu",
-        "tie_word_embeddings": True,
-        "is_encoder_decoder": True,
-    }
+    given = {flag: getattr(config, flag) for flag in FLAGS}
+    for kind, fields in KINDS.items():
+        if given == {flag: fields.get(flag, getattr(BartConfig, flag)) for flag in FLAGS}:
+            return {
+                **config_file.carried(config),
+                "architectures": [ARCHITECTURES[kind]],
+                **config_file.to_keys(config_file.same_keys(BartConfig, {}), config),
+                "model_type": kind,
+                "activation_function": "gelu",
+                "tie_word_embeddings": True,
+                "is_encoder_decoder": True,
+            }
+    raise ValueError(f"transformers has no such model: {given}; known are {', '.join(KINDS)}")
 
 
 FORMAT = Format(

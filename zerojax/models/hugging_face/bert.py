@@ -5,7 +5,6 @@
 (12, 1)
 """
 
-from collections.abc import Callable
 from functools import partial
 
 from zerojax.models.bert import SIZES, BertClassifier, BertConfig, BertMaskedLM
@@ -30,8 +29,6 @@ SUPPORTED: Supported = {
 KEYS = config_file.same_keys(BertConfig, SIZES["bert-base"])
 _ROBERTA: Fields = dict(model_type="roberta", vocab_size=50265, pad_token_id=1)
 """transformers' defaults of a RoBERTa that differ from those of a BERT."""
-
-CLASS_NAMES = {"bert": "Bert", "roberta": "Roberta"}
 
 # The heads' tensors, by model type: the dense layer, the norm and the bias of masked tokens, and
 # the two layers of the classifier.
@@ -123,32 +120,25 @@ def config_to_hf(head: str, config: BertConfig) -> Json:
     return {
         **{key: supported[0] for key, supported in SUPPORTED.items()},
         **config_file.with_labels(config_file.carried(config), config.num_labels),
-        "architectures": [CLASS_NAMES[config.model_type] + head],
+        "architectures": [config.model_type.capitalize() + head],
         **config_file.to_keys(KEYS, config),
     }
 
 
-def _format(
-    model: type[BertClassifier] | type[BertMaskedLM],
-    names: Callable[[BertConfig], Names],
-    transformers_head: str,
-    head: tuple[str, ...],
-) -> Format[BertConfig]:
-    return Format(
-        BertConfig,
-        config_from_hf,
-        partial(config_to_hf, transformers_head),
-        names,
-        model=model,
-        loss=classification_loss,
-        head=head,
-    )
-
-
-CLASSIFIER = _format(
-    BertClassifier,
+CLASSIFIER = Format(
+    BertConfig,
+    config_from_hf,
+    partial(config_to_hf, "ForSequenceClassification"),
     classifier_names,
-    "ForSequenceClassification",
-    ("pooler/{rest:path}", "classifier/{rest:path}"),
+    model=BertClassifier,
+    loss=classification_loss,
+    head=("pooler/{rest:path}", "classifier/{rest:path}"),
 )
-MASKED_LM = _format(BertMaskedLM, masked_lm_names, "ForMaskedLM", ())
+MASKED_LM = Format(
+    BertConfig,
+    config_from_hf,
+    partial(config_to_hf, "ForMaskedLM"),
+    masked_lm_names,
+    model=BertMaskedLM,
+    loss=classification_loss,
+)

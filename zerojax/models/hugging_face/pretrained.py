@@ -248,7 +248,11 @@ def from_folder(
     config = dataclasses.replace(format.read_config(folder), **fields)
     model = format.model(config)
     if zero:
-        model = _on_devices(model, zero)
+        per_device = partial(zero.per_device, sharded={SEQUENCE: 1} if zero.sequence else {})
+        tensor = TensorParallel.of(zero.mesh)
+        values: Fields = {"sequence": zero.sequence, "tensor": tensor, "per_device": per_device}
+        known = {field.name for field in dataclasses.fields(model)}
+        model = model.clone(**{name: x for name, x in values.items() if name in known})
     pretrained = Pretrained(
         model, None, format.names(config), format.loss, folder, format, ignore_mismatched_sizes
     )
@@ -286,12 +290,3 @@ def _without(names: weights.Names, new: Mapping[str, Sequence[str]]) -> weights.
     ignored = [*names.ignored, *(tensor for tensors in new.values() for tensor in tensors)]
     tensors = {**dict.fromkeys(new), **names.tensors}
     return dataclasses.replace(names, tensors=tensors | dict.fromkeys(new), ignored=ignored)
-
-
-def _on_devices(model: nn.Module, zero: Zero) -> nn.Module:
-    """Sets those fields of a model that it has for the mesh of `zero`."""
-    sequence, tensor = zero.sequence, TensorParallel.of(zero.mesh)
-    per_device = partial(zero.per_device, sharded={SEQUENCE: 1} if sequence else {})
-    values: Fields = {"sequence": sequence, "tensor": tensor, "per_device": per_device}
-    known = {field.name for field in dataclasses.fields(model)}
-    return model.clone(**{name: x for name, x in values.items() if name in known})

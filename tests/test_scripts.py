@@ -209,7 +209,7 @@ def module(name: str, **contents: Any) -> ModuleType:
 
 def write(folder: Path, format: Format[Any], config: Any) -> None:
     """Writes a folder of small parameters."""
-    shapes, rng = abstract(format.model(config), *format.inputs(config)), np.random.default_rng(1)
+    shapes, rng = abstract(format.model(config), *format.inputs), np.random.default_rng(1)
     params = jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype("f"), shapes)
     zerojax.weights.save(folder, params, format.names(config), texts=format.texts(config))
 

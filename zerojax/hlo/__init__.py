@@ -7,8 +7,7 @@ the other files take its result, or the text. Bytes, FLOPs and seconds of one de
 - ``program``: computations, instructions and trip counts of loops.
 - ``traffic``: the collectives, with their ``groups``; ``links``: their bytes by link.
 - ``transfers``: copies between device and host memory.
-- ``work``: FLOPs and bytes of instructions; ``origins``: by the traced Python; ``timeline``: the
-  predicted time of the program.
+- ``work``: FLOPs and bytes of instructions; ``timeline``: the predicted time of the program.
 - ``provenance``: values that are arguments, only moved. ``assignment``: buffers at the peak.
   ``rematerialised``: values that XLA computes again.
 """

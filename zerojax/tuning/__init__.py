@@ -7,5 +7,5 @@ order:
 - ``space``: the settings that a config leaves open. ``search``: the choices to compile, in order.
 - ``workload``: a training step to plan, also from a bare language model; ``tasks``: named ones.
 - ``study``: the trials of a model on a mesh, also for ``zerojax plan``. ``cache``: measurements on
-  disk. ``options``: XLA's options. ``running``: measured time, where the devices exist.
+  disk.
 """

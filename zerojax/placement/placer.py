@@ -168,11 +168,10 @@ class Placer:
             arrays = jax.jit(leaves_of_batch, out_shardings=on_device)(*args)
             for i in batch:
                 x, leaf = arrays.pop(0), leaves[i]
-                # On the device it is in place. device_put refuses keys of several processes.
-                at_rest = leaf.place == DEVICE
-                placed.append(
-                    user_leaf(x, leaf.shape) if at_rest else self.put(x, shardings[i], leaf)
-                )
+                if leaf.place == DEVICE:  # in place; device_put refuses keys of several processes
+                    placed.append(user_leaf(x, leaf.shape))
+                else:
+                    placed.append(self.put(x, shardings[i], leaf))
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 
 

@@ -59,9 +59,10 @@ def estimate(
         if model is not None:
             params, largest_layer = counted(model, seq)
         assert params is not None
-        layer = assumed_layer(params) if largest_layer is None else largest_layer
         machines = devices_per_node, nodes
+        # Before a layer is assumed, which needs parameters above 0.
         zero2 = estimate_zero2_model_states_mem_needs_all_cold(params, *machines)
+        layer = assumed_layer(params) if largest_layer is None else largest_layer
         zero3 = estimate_zero3_model_states_mem_needs_all_cold(params, layer, *machines)
     is_assumed = largest_layer is None
     if as_json:

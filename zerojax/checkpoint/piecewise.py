@@ -19,13 +19,12 @@ import tensorstore
 from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
-from zerojax.checkpoint.saved import block_shape
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.slices import (
     Index,
-    StoredShard,
     boxes,
     full_index,
+    grid,
     meet,
     moved,
     results,
@@ -91,7 +90,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
             transactions = _Transactions()
             for array, info in zip(arrays, infos, strict=True):
                 await info.await_path_creation()
-                written = _write_blocks(array, info, transactions)
+                written = _write_chunks(array, info, transactions)
                 if not array.on_disk:  # the devices compute its checksum
                     deque(written, maxlen=0)
                     continue
@@ -163,20 +162,32 @@ class _Transactions:
         self._settle()
 
 
+class _Shard(NamedTuple):
+    """A shard to write.
+
+    Attributes:
+      box: Its indices in the array at rest.
+      slices: Iterates over its values, flattened, in consecutive slices.
+    """
+
+    box: Index
+    slices: Callable[[], Iterator[np.ndarray]]
+
+
 class _Array(NamedTuple):
     """An array to write.
 
     Attributes:
       shape, padded: Its shape without padding, and its shape at rest.
-      blocks: The indices at rest and the values of the blocks that this process writes.
-      on_disk: Whether the blocks are read from a disk; otherwise they are copies in host memory.
+      shards: The shards that this process writes.
+      on_disk: Whether the shards are read from a disk; otherwise they are copies in host memory.
     """
 
     shape: tuple[int, ...]
     padded: tuple[int, ...]
     dtype: np.dtype
     sharding: Sharding
-    blocks: Iterable[tuple[Index, np.ndarray]]
+    shards: list[_Shard]
     on_disk: bool
 
     @classmethod
@@ -184,65 +195,63 @@ class _Array(NamedTuple):
         """Describes ``x``; copies its shards to host memory unless they are on a disk."""
         at_rest = unwrap_stored(x)
         on_disk = isinstance(at_rest, DiskArray)
-        blocks = _disk_blocks(at_rest) if on_disk else _host_shards(at_rest)
-        return cls(x.shape, at_rest.shape, at_rest.dtype, at_rest.sharding, blocks, on_disk)
+        shards = _disk_shards(at_rest) if on_disk else _host_shards(at_rest)
+        return cls(x.shape, at_rest.shape, at_rest.dtype, at_rest.sharding, shards, on_disk)
 
 
-def _disk_blocks(x: DiskArray) -> Iterator[tuple[Index, np.ndarray]]:
-    leaf, shard_shape = x.leaf, x.sharding.shard_shape(x.shape)
-    for i, shard in enumerate(leaf.shards):
-        if shard.owner != jax.process_index():
-            continue
+def _disk_shards(x: DiskArray) -> list[_Shard]:
+    def read_slices(i: int) -> Iterator[np.ndarray]:
         # Prefetches one slice.
-        reads = (functools.partial(leaf.read_shard, i, k) for k in range(len(leaf.chunks)))
-        for chunk, values in zip(leaf.chunks, results(reads, 2), strict=True):
-            flat, offset = values.view(x.dtype), 0
-            for box in boxes(shard_shape, chunk.start, chunk.stop):
-                size = math.prod(shape_of(box))
-                block = flat[offset : offset + size].reshape(shape_of(box))
-                yield moved(box, shard.box), block
-                offset += size
+        reads = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.chunks)))
+        return (read.view(x.dtype) for read in results(reads, 2))
 
-
-def _host_shards(x: jax.Array) -> list[tuple[Index, np.ndarray]]:
-    own_shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-    # A view of a device's memory would prevent the next step from donating the array; of an array
-    # in pinned memory the save has a copy.
-    is_pinned = x.sharding.memory_kind == PINNED
-    is_cpu = any(shard.device.platform == "cpu" for shard in own_shards)
-    for shard in () if is_pinned or is_cpu else own_shards:
-        shard.data.copy_to_host_async()
-    copy = np.array if is_cpu and not is_pinned else np.asarray
     return [
-        (
-            tuple(slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape, strict=True)),
-            copy(shard.data),
-        )
-        for shard in own_shards
+        _Shard(shard.box, functools.partial(read_slices, i))
+        for i, shard in enumerate(x.leaf.shards)
+        if shard.owner == jax.process_index()
     ]
 
 
-def _write_blocks(
+def _host_shards(x: jax.Array) -> list[_Shard]:
+    own_shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    # A view of host memory would prevent the next step from donating the array.
+    on_host = x.sharding.memory_kind == PINNED or any(
+        s.device.platform == "cpu" for s in own_shards
+    )
+    for shard in () if on_host else own_shards:
+        shard.data.copy_to_host_async()
+    shards = []
+    for shard in own_shards:
+        box = (slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape, strict=True))
+        flat = (np.array if on_host else np.asarray)(shard.data).reshape(-1)
+        shards.append(_Shard(tuple(box), functools.partial(iter, [flat])))
+    return shards
+
+
+def _write_chunks(
     x: _Array, info: ocp.type_handlers.ParamInfo, transactions: _Transactions
 ) -> Iterator[tuple[Index, np.ndarray]]:
-    """Writes this process's blocks of an array; yields the indices and values of each."""
-    # A block that ends within a chunk costs a second write of the chunk.
-    most = CHUNK_BYTES // 8 if x.on_disk else CHUNK_BYTES
+    """Writes this process's chunks of an array; yields the box and values of each."""
+    chunk = chunk_of(x.padded, x.sharding, x.dtype.itemsize)
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=info.is_ocdbt_checkpoint,
         global_shape=x.shape,
-        local_shape=chunk_of(x.padded, x.sharding, x.dtype.itemsize, most),
+        local_shape=chunk,
         dtype=x.dtype,
         process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
     )
     if jax.process_index() == 0:
         transactions.create(spec, info.ts_context)
-    for box, values in x.blocks:
-        if (inside := meet(box, full_index(x.shape))) is not None:
-            block = values[moved(inside, box, -1)]
-            transactions.write(spec, info.ts_context, inside, block)
-            yield inside, block
+    chunks = [*grid(x.sharding.shard_shape(x.padded), chunk)]
+    sizes = [math.prod(shape_of(box)) for box in chunks]
+    for shard in x.shards:
+        for box, flat in zip(chunks, recut(shard.slices(), sizes), strict=True):
+            index = moved(box, shard.box)
+            if (inside := meet(index, full_index(x.shape))) is not None:
+                block = flat.reshape(shape_of(box))[moved(inside, index, -1)]
+                transactions.write(spec, info.ts_context, inside, block)
+                yield inside, block
 
 
 def chunk_of(
@@ -260,11 +269,33 @@ def chunk_of(
       (1, 10, 1048576)
     """
     shard = sharding.shard_shape(shape)
-    sizes = block_shape(shard, itemsize, most)
-    for d, size in enumerate(sizes):
-        if shard[d] != shape[d]:  # no chunk may span two shards
-            sizes[d] = next(n for n in range(size, 0, -1) if shard[d] % n == 0)
-    return tuple(sizes)
+    if not shape:
+        return ()
+    max_elements = max(1, most // itemsize)
+    inner = next(d for d in range(len(shape)) if math.prod(shard[d + 1 :]) <= max_elements)
+    rows = max(1, min(shard[inner], max_elements // math.prod(shard[inner + 1 :])))
+    if shard[inner] != shape[inner]:  # no chunk may span two shards
+        rows = next(n for n in range(rows, 0, -1) if shard[inner] % n == 0)
+    return (*[1] * inner, rows, *shard[inner + 1 :])
+
+
+def recut(slices: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
+    """Re-splits a flat array, passed as consecutive slices, into slices of other sizes.
+
+    Example:
+      >>> import numpy as np
+      >>> [*recut(iter(np.split(np.arange(6), 2)), [2, 4])]
+      [array([0, 1]), array([2, 3, 4, 5])]
+    """
+    remaining: np.ndarray | None = None
+    for size in sizes:
+        parts: list[np.ndarray] = []
+        while size:
+            if remaining is None or not remaining.size:
+                remaining = next(slices)
+            parts.append(remaining[:size])
+            size, remaining = size - parts[-1].size, remaining[size:]
+        yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def sum_shares(shares: Iterable[str]) -> dict[str, int]:
@@ -276,28 +307,6 @@ def sum_shares(shares: Iterable[str]) -> dict[str, int]:
     """
     by_process = [json.loads(each) for each in shares]
     return {name: sum(each[name] for each in by_process) % 2**32 for name in by_process[0]}
-
-
-def read_padded(
-    shard: StoredShard, box: Index, shape: Sequence[int], read: Callable[[Index], np.ndarray]
-) -> tuple[np.ndarray, int]:
-    """Reads a box of an array with zeros as its padding.
-
-    Args:
-      shard: The shard that contains the box.
-      box: The indices to read in the padded array.
-      shape: The array's shape without padding.
-      read: Returns a box of the unpadded array.
-
-    Returns:
-      The values, and this process's share of the array's checksum: 0 if another process counts it.
-    """
-    if (inside := meet(box, full_index(shape))) is None:
-        return np.zeros(shape_of(box), np.bool_), 0
-    values = read(inside)
-    is_counted = shard.owner == jax.process_index()
-    total = share(values, [s.start for s in inside]) if is_counted else 0
-    return pad(values, shape_of(box)), total
 
 
 def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarray]) -> int:
@@ -314,9 +323,15 @@ def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarra
         block, shard = leaf.chunks[k], leaf.shards[i]
         flat, offset, total = np.empty(len(block), leaf.dtype), 0, 0
         for box in boxes(shard_shape, block.start, block.stop):
-            values, partial_sum = read_padded(shard, moved(box, shard.box), shape, read)
-            flat[offset : offset + values.size] = values.reshape(-1)
-            offset, total = offset + values.size, total + partial_sum
+            size, index = math.prod(shape_of(box)), moved(box, shard.box)
+            if (inside := meet(index, full_index(shape))) is None:
+                flat[offset : offset + size] = 0
+            else:
+                values = read(inside)
+                flat[offset : offset + size] = pad(values, shape_of(box)).reshape(-1)
+                if shard.owner == jax.process_index():
+                    total += share(values, [s.start for s in inside])
+            offset += size
         return flat, total
 
     total = 0

@@ -317,7 +317,7 @@ MISTAKES = [
         lambda: restored(create_state),
     ),
     Mistake("checkpointer().restore(zero.abstract_state(create_state))", "save first"),
-    Mistake('Checkpointer("s3://bucket/run", zero)', "Pass a local folder"),
+    Mistake('Checkpointer("s3://bucket/run", zero)', "Pass a folder"),
     Mistake(
         "a checkpoint of another width",
         "the model and the optimizer that were saved",

@@ -84,11 +84,11 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", path)
     if not url:
         return path_of(os.path.abspath(os.path.expanduser(path)))
-    scheme, rest = url[1].lower(), path[url.end() :]
-    if scheme == "gs":
+    rest = path[url.end() :]
+    if url[1].lower() == "gs":
         return require_answer(path_of(f"gs://{rest}"))
     raise CheckpointError(
-        f"directory: {path} is a {scheme}:// URL, not gs://. Pass a local folder, such as ./{rest}"
+        f"directory: {path}: orbax writes to gs:// and to folders only. Pass a folder, say ./{rest}"
     )
 
 

@@ -25,9 +25,9 @@ def test_gpus_of_processes() -> None:
 @pytest.mark.parametrize(
     ("gpus", "says"),
     [
-        ((["a"], ["a"]), "2 processes cannot share 1 GPU evenly"),
+        ((["a"], ["a"]), "2 processes cannot share 1 GPU evenly: start one"),
         ((["a", "b", "c"],) * 2, "2 processes cannot share 3 GPUs evenly"),
-        ((["a"], []), "process 1 has no GPU: unset CUDA_VISIBLE_DEVICES"),
+        ((["a"], []), "process 1 has no GPU, and others have some: unset CUDA_VISIBLE_DEVICES"),
         ((["a", "b"], ["b"]), "processes see some GPUs in common"),
     ],
 )

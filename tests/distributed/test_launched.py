@@ -106,8 +106,8 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        (without(TORCHRUN, "RANK"), "WORLD_SIZE=4, and RANK is not set"),
-        (without(TORCHRUN, "WORLD_SIZE"), "RANK=3 is set (torchrun): set WORLD_SIZE too"),
+        (without(TORCHRUN, "RANK"), "WORLD_SIZE=4, and RANK is not set: number the processes"),
+        (without(TORCHRUN, "WORLD_SIZE"), "RANK=3 is set (torchrun), and WORLD_SIZE is not"),
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not: set MASTER_ADDR to the host of"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),

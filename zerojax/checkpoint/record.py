@@ -247,7 +247,7 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:
-                raise CheckpointError(f"{path}: the key {key!r} cannot be stored: use another")
+                raise CheckpointError(f"{path}: the key {key!r} cannot be stored: rename it")
         return {
             key: encode_json(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()
         }

@@ -281,7 +281,7 @@ class Lock:
             what = "gone"
         raise CheckpointError(
             f"{self._directory} was removed or replaced while this run saved there: its lock, "
-            f"{LOCK}, is {what}: make a new Checkpointer"
+            f"{LOCK}, is {what}. Nothing was saved: make a new Checkpointer"
         )
 
     def release(self) -> None:

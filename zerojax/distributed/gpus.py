@@ -73,7 +73,8 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
     hidden = [record["index"] for record in here if not record["gpus"]]
     if hidden:
         raise ValueError(
-            f"{format_indices(hidden, 'process')} has no GPU: unset CUDA_VISIBLE_DEVICES"
+            f"{format_indices(hidden, 'process')} has no GPU, and others have some: unset "
+            "CUDA_VISIBLE_DEVICES, or name a GPU of each process"
         )
     if len({*map(tuple, sets)}) == 1 and len(here) > 1:
         gpus = len(sets[0])

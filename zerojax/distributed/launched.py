@@ -104,7 +104,8 @@ by='torchrun')
         return None
     if launcher.by == "Kubernetes" and launcher.count not in environ:
         raise LaunchError(
-            "JOB_COMPLETION_INDEX is set: set ZEROJAX_NUM_PROCESSES to the Job's completions, and "
+            "JOB_COMPLETION_INDEX is set, and the number of pods is not: set ZEROJAX_NUM_PROCESSES "
+            "to the Job's completions (1 where each pod is a run of its own) and "
             "ZEROJAX_COORDINATOR to host:port of pod 0"
         )
     count = _number(environ, launcher, launcher.count, 1)
@@ -139,7 +140,8 @@ def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: i
     text = environ.get(name)
     if text is None:
         raise LaunchError(
-            f"{launcher.index}={environ[launcher.index]} is set ({launcher.by}): set {name} too"
+            f"{launcher.index}={environ[launcher.index]} is set ({launcher.by}), and {name} is "
+            f"not: set {name}, or unset {launcher.index} for a single process"
         )
     number = _parse_int(text)
     if number is None or number < least:
@@ -194,7 +196,8 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
     ):
         return match_v5[1], match_v5[2]
     raise LaunchError(
-        f"{launcher.by} does not say where process 0 listens: set ZEROJAX_COORDINATOR=host:port"
+        f"{launcher.by} does not say where process 0 listens: set ZEROJAX_COORDINATOR to "
+        "host:port, the host of process 0 and a free port there, in all processes"
     )
 
 

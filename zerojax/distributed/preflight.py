@@ -78,9 +78,8 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
     """Lists the problems that keep processes from being one job, before JAX is used."""
     versions = {record["index"]: record["versions"] for record in records}
     remedy = "install the same {} for all processes"
-    if problems := _unequal(
-        "the version of {}", versions, remedy
-    ):  # the records of other versions may have other keys
+    # The records of other versions may have other keys.
+    if problems := _unequal("the version of {}", versions, remedy):
         return problems
     if by_proxy := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
         problems.append(
@@ -120,15 +119,10 @@ def unequal_devices(records: list[Record]) -> list[str]:
     """Lists the problems that keep devices of several processes from one mesh."""
     kinds = {n: {"kind": record["kind"]} for n, record in enumerate(records)}
     counts = {n: {"number": record["count"]} for n, record in enumerate(records)}
-    return _unequal(
-        "the {} of device",
-        kinds,
-        "use machines of one kind, or name the backend with JAX_PLATFORMS in all processes",
-    ) + _unequal(
-        "the {} of devices",
-        counts,
-        "give all processes as many: CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES",
-    )
+    backend = "use machines of one kind, or name the backend with JAX_PLATFORMS in all processes"
+    number = "give all processes as many: CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES"
+    by_kind = _unequal("the {} of device", kinds, backend)
+    return by_kind + _unequal("the {} of devices", counts, number)
 
 
 def _unequal(what: str, each: Mapping[int, Mapping[str, Any]], remedy: str) -> list[str]:

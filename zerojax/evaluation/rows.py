@@ -122,7 +122,7 @@ class PartPrograms:
         self, symbolic: Symbolic, given: Sequence[RowKind], rows: int, padded: bool, noise: bool
     ) -> None:
         self._symbolic, self._rows = symbolic, rows
-        # A part has some rows of each device, which are no neighbours in the batch.
+        # A part has some rows of each device, which are not adjacent in the batch.
         self._analysis = Analysis(symbolic, given, rows, Choices(), neighbours=False)
         # Only shapes show what a kernel does with the rows.
         for place in (*self._analysis.kernels, *(() if noise else self._analysis.drawn)):

@@ -199,7 +199,7 @@ class Encoder(nn.Module):
         token_type_ids: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        name, _, _version = self.config.model_type.partition("-")
+        name = self.config.model_type.partition("-")[0]  # "deberta-v2" is named "deberta"
         body = self.body(self.config, deterministic, name=name)
         x = body(input_ids, attention_mask, token_type_ids)
         return widen(self.head(x, body, deterministic))

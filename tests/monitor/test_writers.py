@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zerojax.config import WandbConfig, ZeroConfig
-from zerojax.monitor import Reporter
+from zerojax.monitor.after_step import AfterStep
 from zerojax.monitor.writers import CsvFiles, TensorBoardFile, WandbRun, open_writers
 
 
@@ -25,8 +25,8 @@ def test_a_missing_package_is_named_before_training(monkeypatch, section, module
     monkeypatch.setitem(sys.modules, module, None)
     config = ZeroConfig.from_keywords(**{section: {}})
     with pytest.raises(ImportError, match=f"`{section}` needs the package {section}.*{install}"):
-        Reporter(config)
-    assert not Reporter(ZeroConfig()).active
+        AfterStep(config)
+    assert not AfterStep(ZeroConfig()).logs
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_the_users_wandb_run_is_used_and_left_open(wandb):
     assert wandb.calls == [("log", {"loss": 0.5}, 8)]
 
 
-def test_flushed_logs_go_on_in_one_wandb_run_and_another_reporter_has_its_own(wandb):
+def test_flushed_logs_go_on_in_one_wandb_run_and_another_step_has_its_own(wandb):
     config = ZeroConfig.from_keywords(wandb={})
-    first, second = Reporter(config), Reporter(config)
+    first, second = AfterStep(config), AfterStep(config)
     first.write({"loss": 0.5}, 8)
     first.flush()
     first.write({"eval_loss": 0.25}, 8)

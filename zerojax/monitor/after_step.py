@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import jax
 
 from zerojax.config import ZeroConfig
-from zerojax.monitor import Reporter
+from zerojax.monitor import lines
+from zerojax.monitor.backlog import Backlog, Figures
+from zerojax.monitor.clock import Clock, shown
 from zerojax.monitor.finite import Finiteness, FiniteWatch
+from zerojax.monitor.tags import PREFIX, figures
+from zerojax.monitor.writers import check, open_writers
 from zerojax.optim.telemetry import report
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.xla.types import PyTree
@@ -26,6 +32,20 @@ class LossScaleError(RuntimeError):
 
 class AfterStep:
     """The logs and checks of each step of one run, which do not wait for the device.
+
+    Only the first process logs. The first step opens the files, since a process does not know its
+    index before jax has its devices. :meth:`close`, the end of the object or the end of the program
+    writes the remaining logs.
+
+    The x-axis of metrics is the number of global samples seen, which a state from a checkpoint
+    continues. All figures of a step, including its learning rate, are written at the number of
+    samples after the step; DeepSpeed writes a loss at the number before its step, and the learning
+    rate of the next step.
+
+    With ``wall_clock_breakdown``, ``Train/Samples/elapsed_time_ms_step`` is the time of the entire
+    step, including forward and backward pass, since the step is one program (DeepSpeed's is only
+    the optimizer's time), and ``elapsed_time_ms_batch`` is the time of the batch's transfer to the
+    devices. The first step includes compilation.
 
     Args:
       config: The config, which selects the logs and whether an overflow at the smallest scale
@@ -43,13 +63,18 @@ class AfterStep:
     _BEHIND = 2
 
     def __init__(self, config: ZeroConfig) -> None:
-        self._config = config
+        check(config)
+        self._config, self._momentum = config, lines.momentum(config)
         self._raises = config.fp16 and not config.loss_scale and config.raise_error_at_min_scale
-        self._reporter = Reporter(config)
-        self.logs = self._reporter.active
+        monitors = (config.csv_monitor, config.tensorboard, config.wandb)
+        self.logs = bool(config.steps_per_print or config.wall_clock_breakdown) or any(monitors)
+        self._backlog = Backlog(partial(open_writers, config))
+        # Closes the files of a dropped step; at exit the backlog closes itself.
+        weakref.finalize(self, self._backlog.close).atexit = False
         # Telemetry counts skipped steps; the warning is for non-finite steps that are not skipped.
         self._finite = None if config.skips_overflow else FiniteWatch()
         self._flags: deque[jax.Array] = deque()
+        self._clock, self._count = Clock(), 0
         self._since, self._times = 0.0, dict[str, float]()
 
     def signals(self, opt_state: ZeroOptState, out: PyTree) -> Signals:
@@ -75,8 +100,8 @@ class AfterStep:
           OSError: The logs cannot be written to the config's folders.
           LossScaleError: The step before the last overflowed with the scale at its minimum.
         """
-        if self.logs:
-            self._reporter.open()
+        if self._writes():
+            self._backlog.open()
         while len(self._flags) >= self._BEHIND:
             if self._flags.popleft():
                 self._flags.clear()
@@ -106,28 +131,74 @@ class AfterStep:
             self._flags.append(signals["exhausted"])
 
     def record(self, signals: Signals, out: PyTree, rows: int) -> None:
-        """Records a step's numbers, if there are ``logs``.
+        """Records a step's numbers, if there are ``logs``. Waits for the device only if a line is
+        due.
 
         Args:
-          signals: The result of :meth:`signals`.
-          out: The step's results besides the state.
+          signals: The result of :meth:`signals`; its arrays must stay alive.
+          out: The step's results besides the state; their scalars become metrics.
           rows: The rows of the global batch.
         """
-        self._reporter.record(signals, out, rows, self._times or None)
+        if not self._writes():
+            return
+        config, times = self._config, self._times
+        by_tag = figures(signals, out, fp16=config.fp16)
+        for phase, seconds in times.items():
+            by_tag[f"{PREFIX}elapsed_time_ms_{phase}"] = 1e3 * seconds
+        step = Figures(rows, signals["step"], by_tag)
+        self._backlog.push(step)
+        self._count += 1
+        self._measure(step, times)
+        # Until the first step is done, the number of earlier steps is unknown and counts as 0.
+        step_number = (self._backlog.before or 0) + self._count
+        if config.steps_per_print and step_number % config.steps_per_print:
+            return
+        text = ""
+        if config.steps_per_print:  # waits for the step
+            text = lines.progress(signals, by_tag, self._momentum, fp16=config.fp16)
+        now = time.perf_counter()
+        pace, times_line = self._clock.pace(now), self._clock.line()
+        self._clock.restart(now)
+        if text:
+            self._backlog.drain()  # all steps are done
+            lines.say(text if pace is None else f"{text}, samples/sec={pace:.6g}")
+        if times_line is not None:
+            lines.say(times_line)
+
+    def _measure(self, step: Figures, times: Mapping[str, float]) -> None:
+        if self._count > 1:
+            self._clock.add(step.rows, times)
+            return
+        # The first step has compiled by now; its execution may still go on.
+        self._clock.restart(time.perf_counter())
+        if not step.ready():
+            self._clock.add(step.rows)
+        if times:
+            lines.say(f"{shown(times)} | first step, compilation included")
 
     def write(self, figures: Mapping[str, float], samples: int) -> None:
-        """Writes further figures to the config's monitors; see :meth:`Reporter.write`."""
-        self._reporter.write(figures, samples)
+        """Writes further figures by tag to the config's monitors at a number of samples, after
+        those of earlier steps.
+
+        Raises:
+          OSError: At the first write, if the logs cannot be written; later errors are logged.
+        """
+        if self._writes():
+            self._backlog.write(figures, samples)
+
+    def _writes(self) -> bool:
+        return self.logs and jax.process_index() == 0
 
     def flush(self) -> None:
-        """Checks the last steps for non-finite numbers, and writes the rest of the logs."""
+        """Checks the last steps for non-finite numbers, and writes the rest of the logs; files and
+        runs stay open."""
         if self._finite is not None:
             self._finite.drain(wait=True)
-        self._reporter.flush()
+        self._backlog.flush()
 
     def close(self) -> None:
-        """Flushes, and closes the logs."""
+        """Flushes, and closes the logs, which a later step opens again."""
         try:
             self.flush()
         finally:
-            self._reporter.close()
+            self._backlog.close()

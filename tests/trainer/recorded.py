@@ -22,7 +22,6 @@ class Case(NamedTuple):
     arguments: dict[str, Any]
     rows: int = 32
     stream: bool = False
-    evaluated: bool = False
 
 
 COMMON: dict[str, Any] = dict(
@@ -31,11 +30,6 @@ COMMON: dict[str, Any] = dict(
     use_cpu=True, disable_tqdm=True,
 )  # fmt: skip
 _TWICE = {"gradient_accumulation_steps": 2}
-_PLATEAU = dict(
-    lr_scheduler_type="reduce_lr_on_plateau", learning_rate=0.5, max_steps=6,
-    lr_scheduler_kwargs={"patience": 0, "factor": 0.5, "threshold": 0.1},
-    eval_strategy="steps", eval_steps=1,
-)  # fmt: skip
 CASES: dict[str, Case] = {
     "causal, smoothed": Case("causal", {**_TWICE, "label_smoothing_factor": 0.1}, rows=27),
     "seq2seq, smoothed": Case("seq2seq", {"label_smoothing_factor": 0.2}),
@@ -50,7 +44,6 @@ CASES: dict[str, Case] = {
     ),
     "adagrad": Case("classes", {"optim": "adagrad"}),
     "sgd": Case("classes", {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"}),
-    "plateau": Case("classes", _PLATEAU, evaluated=True),
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_checkpointing_of_fsdp_is_the_models_remat(
         ({"optim": "ademamix"}, "Trainer(optimizer=optax.contrib.ademamix(...)) has it"),
         ({"optim": "sgd", "optim_args": "momentun=0.9"}, "did you mean `momentum`?"),
         ({"optim": "sgd", "optim_args": "momentum"}, "write name=value,name=value"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "needs evaluations"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type: expected one of"),
         (
             {"load_best_model_at_end": True},
             'eval_strategy is "no", save_strategy "steps"; give both the same',

@@ -50,18 +50,16 @@ class Stream:
 
 
 def streamed(process: int, folder: str) -> list[list[float]]:
-    """Losses and rates of a run over a stream, whose evaluations decide the rate."""
+    """Losses of a run over a stream, by updates and by evaluations."""
     args = TrainingArguments(
         folder, per_device_train_batch_size=2, max_steps=6, fsdp="full_shard", logging_steps=1,
         eval_strategy="steps", eval_steps=1, save_strategy="no", learning_rate=0.2,
-        lr_scheduler_type="reduce_lr_on_plateau",
-        lr_scheduler_kwargs={"patience": 0, "threshold": 0.2},
     )  # fmt: skip
     data: Any = dict(train_dataset=Stream(), eval_dataset=Stream(), loss=classification_loss)
     trainer = Trainer(Classifier(), args, **data)
     trainer.train()
     history = trainer.state.log_history
-    return [[log[k] for log in history if k in log] for k in ("loss", "learning_rate")]
+    return [[log[k] for log in history if k in log] for k in ("loss", "eval_loss")]
 
 
 @pytest.mark.sweep
@@ -69,6 +67,5 @@ def test_two_processes_read_a_stream_as_one(
     in_two_processes: Callable[..., list[Any]], quick_processes: None, tmp_path: Path
 ) -> None:
     alone = streamed(0, str(tmp_path / "one"))
-    assert len({*alone[1]}) > 1
     for each in in_two_processes(streamed, str(tmp_path / "two")):
         np.testing.assert_allclose(each, alone, rtol=1e-5)

@@ -59,7 +59,6 @@ def trainer_of(case: recorded.Case, folder: Path, **more: Any) -> Trainer:
     head = {name: weights[name] for name in ("kernel", "bias")}
     return Trainer(
         Net(case.kind), args, train_dataset=Stream(rows) if case.stream else rows,
-        eval_dataset=Stream(recorded.rows(case.kind, 12)) if case.evaluated else None,
         params={"embed": {"embedding": weights["embed"]}, "head": head},
         loss=LOSSES[case.kind],
     )  # fmt: skip
@@ -84,11 +83,7 @@ def check(trainer: Trainer, name: str, stored: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW))
-        for n in recorded.CASES
-        if n != "plateau"  # below
-    ],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in recorded.CASES],
 )
 def test_the_numbers_are_those_of_transformers(
     name: str, stored: dict[str, np.ndarray], tmp_path: Path
@@ -96,28 +91,6 @@ def test_the_numbers_are_those_of_transformers(
     trainer = trainer_of(recorded.CASES[name], tmp_path)
     trainer.train()
     check(trainer, name, stored)
-
-
-@pytest.mark.slow
-def test_one_program_serves_every_rate(
-    stored: dict[str, np.ndarray], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The numbers of transformers; a checkpoint has the rate, and a run that is resumed goes on
-    with it."""
-    case = recorded.CASES["plateau"]
-    more = {"save_strategy": "steps", "save_steps": 4}
-    trainer = trainer_of(case, tmp_path, **more)
-    with jax.log_compiles():
-        trainer.train()
-    assert sum(text.startswith("Compiling jit(_step)") for text in caplog.messages) == 1
-    check(trainer, "plateau", stored)
-    resumed = trainer_of(case, tmp_path, **more, overwrite_output_dir=True)
-    resumed.train(resume_from_checkpoint=tmp_path / "checkpoints/4")
-    for figure in ("loss", "learning_rate"):
-        ours = [log[figure] for log in resumed.state.log_history if figure in log]
-        np.testing.assert_allclose(ours, stored[f"plateau.{figure}"], rtol=1e-5)
-    with pytest.raises(ValueError, match='metric_for_best_model is "eval_f1"'):
-        trainer_of(case, tmp_path / "f1", metric_for_best_model="f1").train()
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ and metrics come out. In reading order:
 
 - ``arguments``, with ``other_arguments`` (those without effect, or refused): the settings.
   ``resolved``: the DeepSpeed config from them. ``optimizer``, ``optimizer_names``: the optimizer.
-  ``metric_rates``: the learning rate that evaluations decide.
 - ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
 - ``model``: linen and NNX models alike. ``initial_state``: new parameters, or the user's.
   ``losses``: the interface of loss functions; ready ones are in ``zerojax.models.losses``.

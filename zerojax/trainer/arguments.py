@@ -40,9 +40,6 @@ from zerojax.trainer.other_arguments import (
 )
 from zerojax.trainer.read_by_scripts import ReadByScripts
 
-BY_METRIC = "reduce_lr_on_plateau"
-"""The schedule of :mod:`zerojax.trainer.metric_rates`."""
-
 MONITORS = ("tensorboard", "wandb", "csv")
 
 _STAGES = {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
@@ -105,9 +102,8 @@ class TrainingArguments(ReadByScripts):
         :mod:`zerojax.models.losses`.
       num_train_epochs: Epochs; 1.5 ends in the middle of the second.
       max_steps: The number of updates; if above 0, it overrides ``num_train_epochs``.
-      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.optim.schedules` and
-        :mod:`zerojax.trainer.metric_rates`. The kwargs, like ``deepspeed`` and ``fsdp_config``, may
-        be a string with the JSON of an object.
+      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.optim.schedules`. The
+        kwargs, like ``deepspeed`` and ``fsdp_config``, may be a string with the JSON of an object.
       warmup_steps, warmup_ratio: Updates of the warm-up, or their fraction of all updates.
       bf16, fp16: The compute dtype; master weights stay float32.
       gradient_checkpointing: Whether the backward pass recomputes the model's blocks; sets the
@@ -172,7 +168,7 @@ did you mean `learning_rate`?
     label_smoothing_factor: Annotated[float, BETA] = 0.0
     num_train_epochs: Annotated[float, ABOVE_ZERO] = 3.0
     max_steps: Annotated[int, INTEGER] = -1
-    lr_scheduler_type: Annotated[str, choice(*OF_TRANSFORMERS, BY_METRIC)] = "linear"
+    lr_scheduler_type: Annotated[str, choice(*OF_TRANSFORMERS)] = "linear"
     lr_scheduler_kwargs: Annotated[Mapping[str, object] | str | None, optional(_OBJECT)] = None
     warmup_steps: Annotated[float, AMOUNT] = 0
     warmup_ratio: Annotated[float, optional(FRACTION)] = 0.0
@@ -304,11 +300,6 @@ did you mean `learning_rate`?
         if self.bf16 and self.fp16:
             yield "bf16 and fp16 are both true; set one to false"
         yield from optimizer_problems(self.optim, self.optim_args)
-        if self.lr_scheduler_type == BY_METRIC and self.eval_strategy == "no":
-            yield (
-                f'lr_scheduler_type = "{self.lr_scheduler_type}" needs evaluations: set '
-                'eval_strategy to "steps" or "epoch"'
-            )
         for name in self.report_to:
             if name not in MONITORS:
                 yield f'report_to: {as_text(name)} is none of {", ".join(MONITORS)}, "all", "none"'

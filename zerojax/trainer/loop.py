@@ -168,7 +168,7 @@ class Trainer(ScriptMethods):
         self.zero = zero(config, mesh=mesh, specs=specs)
         self._config = config_of(model)
         self._folder = partial(RunFolder, args, self.zero, self.epochs, self._config)
-        tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
+        tx = optimizer_of(args, self.zero, steps, optimizer)
         self._initial = InitialState(self._model, self.zero, tx, params)
         self._step = self._model.train_step(self.zero)
         rows = self.epochs.batch
@@ -268,8 +268,6 @@ class Trainer(ScriptMethods):
         if control.should_log:
             self._reports.update(self.train_state, state, control, bar)
         scores = self.evaluate() if control.should_evaluate and not preempted else {}
-        if scores and self._metric_rate is not None:
-            self.train_state = self._metric_rate.after(self.train_state, state)
         is_best = state.improve(scores, self.args)
         if scores and self.args.save_strategy == "best":
             control.should_save = is_best

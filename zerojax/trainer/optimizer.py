@@ -16,8 +16,7 @@ from zerojax.optim.schedules import Params, Run, schedule_of_transformers
 from zerojax.optim.schedules import schedule as rate_of
 from zerojax.optim.wrap import features, wrap
 from zerojax.plan.state_sharding import DTYPES
-from zerojax.trainer.arguments import BY_METRIC, TrainingArguments
-from zerojax.trainer.metric_rates import MetricRate
+from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
 
 
@@ -26,9 +25,8 @@ def optimizer_of(
     zero: Zero,
     steps: int,
     own: optax.GradientTransformation | None = None,
-) -> tuple[optax.GradientTransformation, MetricRate | None]:
-    """Returns the run's optimizer, with the config's clipping and loss scale, and its learning rate
-    if evaluations decide it.
+) -> optax.GradientTransformation:
+    """Returns the run's optimizer, with the config's clipping and loss scale.
 
     As in transformers, weight decay applies to all parameters with the JSON's optimizer, but not to
     biases and norms with the optimizer of the arguments. Either works with either schedule.
@@ -47,20 +45,16 @@ def optimizer_of(
     if own is not None:
         if problems := [*_replaced(args, config)]:
             raise ConfigError(problems, "Trainer(optimizer=...)")
-        return zero.wrap(own), None
+        return zero.wrap(own)
     options = cast("Params | None", args.lr_scheduler_kwargs)
     base = args.learning_rate
     if config.optimizer is not None:
         base = config.optimizer.with_defaults().get("lr", base)
-    if config.scheduler is None and args.lr_scheduler_type == BY_METRIC:
-        metric_rate = MetricRate(base, options, args.metric_for_best_model)
-        tx, _ = _with_rate(args, config, optax.constant_schedule(1.0))
-        return wrap(optax.chain(tx, metric_rate.scale()), **features(config)), metric_rate
     rate = config.scheduler or schedule_of_transformers(
         args.lr_scheduler_type, Run(base, args.warmup(steps), steps), options
     )
     tx, learning_rate = _with_rate(args, config, rate)
-    return wrap(tx, learning_rate=learning_rate, **features(config)), None
+    return wrap(tx, learning_rate=learning_rate, **features(config))
 
 
 IN_TRANSFORMATION = (

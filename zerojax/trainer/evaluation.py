@@ -17,7 +17,7 @@ from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import check_metric
 from zerojax.trainer.data import Reader
 from zerojax.trainer.losses import Forward
-from zerojax.trainer.model import Model
+from zerojax.trainer.model import Model, objects
 from zerojax.xla.types import PyTree
 
 
@@ -72,10 +72,10 @@ class Evaluator:
         compute_metrics: ComputeMetrics | None,
         preprocess: Preprocess | None,
     ) -> None:
-        self._model, self._zero, self._rows, self._labels = model, zero, rows, labels
+        self._rows, self._labels = rows, labels
         self.compute_metrics, self._preprocess = compute_metrics, preprocess
-        self._loss_only = model.evaluate(zero, _loss)
-        self._with_predictions = model.evaluate(zero, self._kept)
+        self._loss_only = zero.evaluate(model.evaluation(_loss))
+        self._with_predictions = zero.evaluate(model.evaluation(self._kept))
 
     def run(
         self,
@@ -103,7 +103,7 @@ class Evaluator:
         start, sums, kept, n = time.perf_counter(), [], [], 0
         function = self._with_predictions if keep else self._loss_only
         for rows, batch in reader.all(self._rows, limit):
-            out = self._model.evaluated(function, state, batch)
+            out = function(objects(state)[0], batch)
             value, weight = out["loss"] or (0.0, 0.0)
             # The loss is a mean over these rows, or a sum with its weight.
             sums.append((value * rows, rows) if weight is None else (value, weight))

@@ -39,7 +39,15 @@ from zerojax.trainer.evaluation import (
 )
 from zerojax.trainer.initial_state import InitialState
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.model import AnyModel, Loss, config_of, hidden_size, model_of
+from zerojax.trainer.model import (
+    AnyModel,
+    Loss,
+    check_partial,
+    config_of,
+    hidden_size,
+    model_of,
+    objects,
+)
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse, refuse_overrides
 from zerojax.trainer.padding import padded_by
@@ -147,8 +155,9 @@ class Trainer(ScriptMethods):
         refuse(others, inspect.signature(Trainer).parameters)
         self.args = args = TrainingArguments.of(args)
         self.processing_class = tokenizer if processing_class is None else processing_class
-        objects = {"model": model, "processing_class": self.processing_class}
-        self.callbacks = Callbacks(callbacks, args, **objects)
+        self.callbacks = Callbacks(
+            callbacks, args, model=model, processing_class=self.processing_class
+        )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator = data_collator or padded_by(self.processing_class, longest_row(model))
         final_loss = smoothed(loss, args.label_smoothing_factor)
@@ -170,7 +179,7 @@ class Trainer(ScriptMethods):
         self._folder = partial(RunFolder, args, self.zero, self.epochs, self._config)
         tx = optimizer_of(args, self.zero, steps, optimizer)
         self._initial = InitialState(self._model, self.zero, tx, params)
-        self._step = self._model.train_step(self.zero)
+        self._step = self.zero(self._model.train_step, static_argnames="partial")
         rows = self.epochs.batch
         self._reports = Reports(args, self.callbacks, self._step, rows, self.zero.mesh)
         self._evaluator = Evaluator(
@@ -377,14 +386,15 @@ class Trainer(ScriptMethods):
         Raises:
           ValueError: It has none.
         """
-        if (last := self.epochs.last) is not None and self.args.gradient_accumulation_steps > 1:
-            self._model.check_partial(reader.sample(), self._partial(last))
+        last = self.epochs.last
+        if last is not None and self.args.gradient_accumulation_steps > 1:
+            check_partial(self._model, reader.sample(), self._partial(last))
 
     def _update(self, update: data.Update, key: jax.Array) -> tuple[PyTree, dict[str, jax.Array]]:
         """Runs an update; returns the next state and the step's metrics."""
         partial = None if update.counts is None else self._partial(update.rows)
         batch = update.batch if partial is None else (update.batch, update.counts)
-        return self._model.update(self._step, self.train_state, batch, key, partial)
+        return self._step(*objects(self.train_state), batch, key, partial=partial)
 
     def _sample(self) -> data.Batch:
         dataset = self.train_dataset

@@ -13,10 +13,7 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from zerojax.api import Zero
-from zerojax.evaluation.decorated import Evaluation
 from zerojax.graph.def_use import graph_of
-from zerojax.step.train_step import Step
 from zerojax.trace.gradients import value_and_grad
 from zerojax.trainer.data import Batch
 from zerojax.trainer.losses import Forward, forward_of, mean_loss
@@ -159,79 +156,38 @@ class Linen:
             forward, dict.fromkeys(("params", "dropout"), jax.random.key(0)), batch
         )
 
-    def _mean(
-        self, variables: PyTree, key: jax.Array, batch: PyTree, partial: Partial | None
-    ) -> tuple[jax.Array, PyTree]:
-        """Returns the mean loss, and the changed variables other than the parameters."""
+    def train_step(
+        self, state: PyTree, batch: PyTree, key: jax.Array, partial: Partial | None
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
+        """Makes an update, undecorated; returns the next state and {"loss": ...}.
 
-        def apply_loss(variables: PyTree, key: jax.Array, batch: PyTree) -> tuple[object, PyTree]:
+        For a partial update, ``batch`` is a pair of the batch and a mask of the rows that count.
+        """
+
+        def apply_loss(variables: PyTree, batch: PyTree) -> tuple[object, PyTree]:
             others = [name for name in variables if name != "params"]
             apply = nn.apply(self._loss, self._module, mutable=others)
             return apply(variables, batch, rngs={"dropout": key})  # type: ignore[no-any-return]
 
-        if partial is not None:
-            has_state = len(jax.tree.leaves(variables)) > len(jax.tree.leaves(variables["params"]))
-            return partial_mean(apply_loss, (variables, key), batch, partial, remembers=has_state)
-        loss, changed = apply_loss(variables, key, batch)
-        return mean_loss(loss), changed
+        def loss_fn(params: PyTree) -> tuple[jax.Array, PyTree]:
+            variables = {"params": params, **state.variables}
+            has_state = bool(jax.tree.leaves(state.variables))
+            return partial_mean(apply_loss, variables, batch, partial, remembers=has_state)
 
-    def train_step(self, zero: Zero) -> Step[..., PyTree]:
-        """Returns the train step, decorated with ``zero``."""
+        (loss, variables), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads, variables={**state.variables, **variables})
+        return state, {"loss": loss}
 
-        def train_step(
-            state: PyTree, batch: PyTree, key: jax.Array, partial: Partial | None
-        ) -> PyTree:
-            def loss_fn(params: PyTree) -> tuple[jax.Array, PyTree]:
-                return self._mean({"params": params, **state.variables}, key, batch, partial)
+    def evaluation(self, function: Callable[[Forward, PyTree], R]) -> Callable[..., R]:
+        """Returns a function of the first object of a state and a batch, undecorated:
+        function(forward, batch), without dropout."""
 
-            (loss, variables), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
-            state = state.apply_gradients(grads=grads, variables={**state.variables, **variables})
-            return state, {"loss": loss}
-
-        return zero(train_step, static_argnames="partial")
-
-    def check_partial(self, sample: Batch, partial: Partial) -> None:
-        """Checks, with the shapes of a sample batch, that a partial update has a loss.
-
-        Raises:
-          ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
-        """
-        create, (key,) = self.create(optax.identity(), sample)
-
-        def mean(key: jax.Array, batch: PyTree) -> PyTree:
-            state = create(key)
-            return self._mean({"params": state.params, **state.variables}, key, batch, partial)
-
-        jax.eval_shape(mean, key, partial.batch_like(sample))
-
-    def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
-        """Returns a decorated function of state and batch: function(forward, batch), no dropout."""
-
-        @zero.evaluate
         def evaluate(state: PyTree, batch: PyTree) -> R:
             variables = {"params": state.params, **state.variables}
             outputs = nn.apply(self._loss, self._module)(variables, batch)
             return function(forward_of(outputs), batch)
 
         return evaluate
-
-    def update(
-        self,
-        step: Step[..., PyTree],
-        state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        partial: Partial | None,
-    ) -> tuple[PyTree, dict[str, jax.Array]]:
-        """Runs a decorated step; returns the next state and {"loss": ...}.
-
-        For a partial update, ``batch`` is a pair of the batch and a mask of the rows that count.
-        """
-        return step(state, batch, key, partial=partial)  # type: ignore[no-any-return]
-
-    def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
-        """Runs a decorated evaluation and returns its result."""
-        return function(state, batch)
 
     def params(self, state: PyTree) -> PyTree:
         """Returns the parameters of a state."""
@@ -273,45 +229,34 @@ class Nnx:
             lambda arrays, batch: forward_of(self._loss(create(*arrays)[0], batch)), arrays, batch
         )
 
-    def _mean(self, model: nnx.Module, batch: PyTree, partial: Partial | None) -> jax.Array:
-        """Returns the mean loss; updates the model's other state, such as statistics."""
-        if partial is None:
-            return mean_loss(self._loss(model, batch))
-        graph, arrays = nnx.split(model)
+    def train_step(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[nnx.Module],
+        batch: PyTree,
+        key: jax.Array,
+        partial: Partial | None,
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
+        def mean(model: nnx.Module) -> jax.Array:
+            if partial is None:
+                return mean_loss(self._loss(model, batch))
+            graph, arrays = nnx.split(model)
 
-        def apply_loss(arrays: PyTree, batch: PyTree) -> tuple[object, PyTree]:
-            model = nnx.merge(graph, arrays)
-            return self._loss(model, batch), nnx.state(model, nnx.Not(nnx.Param))
+            def apply_loss(arrays: PyTree, batch: PyTree) -> tuple[object, PyTree]:
+                model = nnx.merge(graph, arrays)
+                return self._loss(model, batch), nnx.state(model, nnx.Not(nnx.Param))
 
-        other_state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-        has_state = bool(jax.tree.leaves(other_state))
-        mean, changed = partial_mean(apply_loss, (arrays,), batch, partial, remembers=has_state)
-        nnx.update(model, changed)
-        return mean
+            other_state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+            has_state = bool(jax.tree.leaves(other_state))
+            mean, changed = partial_mean(apply_loss, arrays, batch, partial, remembers=has_state)
+            nnx.update(model, changed)
+            return mean
 
-    def train_step(self, zero: Zero) -> Step[..., PyTree]:
-        def train_step(
-            model: nnx.Module,
-            optimizer: nnx.Optimizer[nnx.Module],
-            batch: PyTree,
-            partial: Partial | None,
-        ) -> dict[str, jax.Array]:
-            loss, grads = value_and_grad(lambda model: self._mean(model, batch, partial))(model)
-            optimizer.update(model, grads)
-            return {"loss": loss}
+        loss, grads = value_and_grad(mean)(model)
+        optimizer.update(model, grads)
+        return (model, optimizer), {"loss": loss}
 
-        return zero(train_step, static_argnames="partial")
-
-    def check_partial(self, sample: Batch, partial: Partial) -> None:
-        create, arrays = self.create(optax.identity(), sample)
-        jax.eval_shape(
-            lambda arrays, batch: self._mean(create(*arrays)[0], batch, partial),
-            arrays,
-            partial.batch_like(sample),
-        )
-
-    def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
-        @zero.evaluate
+    def evaluation(self, function: Callable[[Forward, PyTree], R]) -> Callable[..., R]:
         def evaluate(model: nnx.Module, batch: PyTree) -> R:
             model.eval()
             outputs = self._loss(model, batch)
@@ -319,19 +264,6 @@ class Nnx:
             return function(forward_of(outputs), batch)
 
         return evaluate
-
-    def update(
-        self,
-        step: Step[..., PyTree],
-        state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        partial: Partial | None,
-    ) -> tuple[PyTree, dict[str, jax.Array]]:
-        return state, step(*state, batch, partial=partial)
-
-    def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
-        return function(state[0], batch)
 
     def params(self, state: PyTree) -> PyTree:
         return nnx.state(state[0], nnx.Param)
@@ -343,3 +275,23 @@ class Nnx:
 
 Model: TypeAlias = Linen | Nnx
 """The loop's model. A state is a ``TrainState``, or NNX (model, optimizer)."""
+
+
+def objects(state: PyTree) -> tuple[PyTree, ...]:
+    """Returns the first arguments of a step: the state, or the model and the optimizer."""
+    return state if isinstance(state, tuple) else (state,)
+
+
+def check_partial(model: Model, sample: Batch, partial: Partial) -> None:
+    """Checks, with the shapes of a sample batch, that a partial update has a loss.
+
+    Raises:
+      ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
+    """
+    create, arguments = model.create(optax.identity(), sample)
+    train_step: Callable[..., PyTree] = model.train_step
+
+    def loss(arguments: tuple[PyTree, ...], key: jax.Array, batch: PyTree) -> PyTree:
+        return train_step(*objects(create(*arguments)), batch, key, partial)[1]
+
+    jax.eval_shape(loss, arguments, jax.random.key(0), partial.batch_like(sample))

@@ -44,34 +44,37 @@ class Partial(NamedTuple):
 
 
 def partial_mean(
-    function: Callable[..., tuple[object, PyTree]],
-    args: tuple[PyTree, ...],
-    given: tuple[PyTree, jax.Array],
-    partial: Partial,
+    function: Callable[[PyTree, PyTree], tuple[object, PyTree]],
+    args: PyTree,
+    given: PyTree,
+    partial: Partial | None,
     *,
     remembers: bool,
 ) -> tuple[jax.Array, PyTree]:
     """Returns the mean loss of the rows that count, and the rest of the state after the update.
 
     Args:
-      function: ``function(*args, batch)`` returns the loss in any of its forms, and the rest of the
+      function: ``function(args, batch)`` returns the loss in any of its forms, and the rest of the
         state.
-      args: Arrays, or trees of arrays.
-      given: Arrays [rows, ...] of the global batch or of a micro-batch; and bool [rows], True for
-        rows that count.
-      partial: The numbers of rows.
+      args: A tree of arrays.
+      given: Arrays [rows, ...] of the global batch or of a micro-batch; in a partial update a pair
+        of them and bool [rows], True for rows that count.
+      partial: The numbers of rows; None if all rows count.
       remembers: Whether the rest of the state may depend on the rows.
 
     Raises:
       ValueError: The loss combines rows in a way other than a reduction, and the update has several
         micro-batches.
     """
+    if partial is None:
+        outputs, changed = function(args, given)
+        return mean_loss(outputs), changed
     batch, counts = given
-    loss = jax.eval_shape(lambda *given: loss_entry(function(*given)[0]), *args, batch)
+    loss = jax.eval_shape(lambda *given: loss_entry(function(*given)[0]), args, batch)
     shapes = [x.shape for x in loss] if isinstance(loss, tuple) else []
     by_weights = len(shapes) == 2 and shapes[0] == shapes[1] and shapes[0][:1] == counts.shape
     if by_weights and not remembers:
-        outputs, changed = function(*args, batch)
+        outputs, changed = function(args, batch)
         values, weights = loss_entry(outputs)
         weights = jnp.asarray(weights)
         mask = counts.reshape(-1, *[1] * (weights.ndim - 1))
@@ -86,13 +89,13 @@ def partial_mean(
                 "pair (values, weights) of rows from the loss, set "
                 f"gradient_accumulation_steps to 1, or pass a multiple of {partial.full} rows"
             ) from None
-    outputs, changed = function(*args, jax.tree.map(lambda x: x[: partial.rows], batch))
+    outputs, changed = function(args, jax.tree.map(lambda x: x[: partial.rows], batch))
     return mean_loss(outputs), changed
 
 
 def _by_rows(
-    function: Callable[..., tuple[object, PyTree]],
-    args: tuple[PyTree, ...],
+    function: Callable[[PyTree, PyTree], tuple[object, PyTree]],
+    args: PyTree,
     batch: PyTree,
     counts: jax.Array,
     partial: Partial,
@@ -107,8 +110,8 @@ def _by_rows(
     # numbers in them from the trace of the global batch.
     full_rows = partial.rows if batch_rows == partial.full else batch_rows + 1
 
-    def mean(args: tuple[PyTree, ...], batch: PyTree) -> tuple[jax.Array, PyTree]:
-        outputs, changed = function(*args, batch)
+    def mean(args: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        outputs, changed = function(args, batch)
         return mean_loss(outputs), changed
 
     rows = TracedRows.of(full_rows, batch_rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Self
 
@@ -10,13 +9,14 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.devices.mesh import automatic_context, relabel_arrays
-from zerojax.evaluation.objects import Subject, subject_of
+from zerojax.evaluation.objects import update
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, Signature
 from zerojax.step.decorated import Decorated, P, R, check_concrete, check_not_deleted
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.results import put_back
+from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
@@ -37,20 +37,19 @@ class Evaluation(Decorated[P, R]):
         mesh, watchdog = self._states.mesh, self._watchdog
         types = jax.sharding.get_abstract_mesh().axis_types
         with automatic_context(mesh) as names:
-            subject, call = self._opened(args, kwargs)
-            parts = subject.opened.parts
+            opened, call = self._opened(args, kwargs)
+            parts = opened.parts
             check_concrete(self._arguments.name, (parts, call.batch, call.further))
             check_not_deleted(jax.tree.leaves((parts.params, parts.rest)))
             self._agree(call)
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)
-            program = self._program(subject, call.signature, explicit)
-            given = subject.opened, call.batch, call.further
+            program = self._program(opened, call.signature, explicit)
+            given = opened, call.batch, call.further
             self._compare(program, call, lambda: program.lowered(*given))
             out, changed = program(*given)
-            if any(x is not None for x in changed):
-                subject.update(changed)
+            update(call.objects, opened, changed)
             program.function.bring_up_to_date(call)
             out = put_back(out, call.objects)
         if watchdog:
@@ -66,21 +65,22 @@ class Evaluation(Decorated[P, R]):
     def programs(self, *args: PyTree, **kwargs: PyTree) -> Iterator[LoweredProgram]:
         """Yields the single program, called "evaluation", lowered; like ``programs`` of a step."""
         with automatic_context(self._states.mesh) as names:
-            subject, call = self._opened(args, kwargs)
-            program = self._program(subject, call.signature, Explicit.of(names, call.batch))
-            yield from program.lowered(subject.opened, call.batch, call.further)
+            opened, call = self._opened(args, kwargs)
+            program = self._program(opened, call.signature, Explicit.of(names, call.batch))
+            yield from program.lowered(opened, call.batch, call.further)
 
-    def _opened(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Subject, Call]:
+    def _opened(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[OpenedState, Call]:
         call = self._arguments.sort(self._arguments.by_slot(args, kwargs))
-        subject = subject_of(call.objects, self._states)
-        opened = self._states.observed(subject.opened)
-        return dataclasses.replace(subject, opened=opened), call
+        opened = self._states.split_with_parameters(call.objects, read_only=True)
+        return self._states.observed(opened), call
 
     def _program(
-        self, subject: Subject, signature: Signature, explicit: Explicit | None
+        self, opened: OpenedState, signature: Signature, explicit: Explicit | None
     ) -> EvaluationProgram:
         def make() -> EvaluationProgram:
             function = self._arguments.rearranged(signature)
-            return EvaluationProgram(function, self._states, subject, explicit)
+            return EvaluationProgram(function, self._states, opened, explicit)
 
-        return self._compiled(subject.opened, signature, explicit, make)
+        return self._compiled(opened, signature, explicit, make)

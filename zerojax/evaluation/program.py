@@ -17,8 +17,8 @@ from zerojax.collectives.gathering import Thresholds
 from zerojax.collectives.host import Fetchable
 from zerojax.devices.mesh import batch_devices, micro_batch_devices
 from zerojax.distributed import log
+from zerojax.evaluation import objects
 from zerojax.evaluation.batch import Division, like, rows_of
-from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.rows import ByRows, TracedFunction
 from zerojax.evaluation.stages import Stages
 from zerojax.evaluation.undivided import Undivided
@@ -69,7 +69,7 @@ class EvaluationProgram:
     Args:
       function: The user's function, in the order of :class:`zerojax.step.call.Call`.
       states: Shards and places states as the config asks.
-      subject: A state of that kind.
+      opened: A state of that kind.
       explicit: Axes and specs of the batch, for a function under explicit mesh axes; else None.
     """
 
@@ -79,12 +79,12 @@ class EvaluationProgram:
         self,
         function: RearrangedFunction,
         states: States,
-        subject: Subject,
+        opened: OpenedState,
         explicit: Explicit | None = None,
     ) -> None:
-        self.function, self._call, self._explicit = function, subject.call, explicit
-        self._config, parts = states.config, subject.opened.parts
-        self._plan = plan = states.plan(subject.opened)
+        self.function, self._kind, self._explicit = function, opened.kind, explicit
+        self._config, parts = states.config, opened.parts
+        self._plan = plan = states.plan(opened)
         self._tree = jax.tree.structure(parts)
         self._low = DTYPES[self._config.compute_dtype]
         n = len(plan.compute)
@@ -135,7 +135,8 @@ class EvaluationProgram:
         """Runs the function.
 
         Returns:
-          The results, and the changed leaves of the rest of the state, see :class:`Subject`.
+          The results, and the changed leaves of the rest of the state, see
+          :func:`zerojax.evaluation.objects.call`.
 
         Raises:
           DiskStateError: A parameter's bytes on disk are not those that were written.
@@ -242,7 +243,7 @@ class EvaluationProgram:
             if self._low is not None and self._config.auto_cast:
                 batch = cast(batch, self._low)
             parts = jax.tree.unflatten(self._tree, leaves)
-            return self._call(self.function, parts, batch, *further)
+            return objects.call(self._kind, self.function, parts, batch, *further)
 
         # The function does not see memory kinds: it is traced as if all arrays were on the device.
         given = self._shapes, batch, further

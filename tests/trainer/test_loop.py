@@ -366,15 +366,6 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
             classifier(changed, **one)
 
 
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-def test_use_cpu_is_held_to_the_devices(tmp_path: Path) -> None:
-    args = arguments(tmp_path, use_cpu=True)
-    assert classifier(args).zero.mesh.devices.flat[0].platform == "cpu"
-    with pytest.raises(ValueError, match=r"use_cpu = true, and .* JAX_PLATFORMS=cpu"):
-        classifier(args, mesh=zerojax.topology("h100", devices=8))
-
-
 def test_metrics_are_held_to_the_arguments_before_any_step(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "f1"}
     for more, says in (

@@ -7,7 +7,7 @@ import pytest
 
 from zerojax import TrainingArguments
 from zerojax.trainer.data import Epochs
-from zerojax.trainer.order import Order, grouped, row_lengths
+from zerojax.trainer.order import grouped, order_of, row_lengths
 
 
 def group_as_transformers(permutation: Any, lengths: Any, batch: int) -> list[int]:
@@ -50,9 +50,9 @@ def test_the_order_of_the_dataset() -> None:
     assert [epochs.indices(n).tolist() for n in (0, 2, 3)] == [
         [*range(8)], [*range(16, 20)], [*range(8)],
     ]  # fmt: skip
-    order = Order(strategy="random", rows=5, seed=1, batch=2)
+    order = order_of("random", rows=5, seed=1, batch=2)
     assert [*order(0)] != [*order(1)]
-    assert [*order(0)] == [*Order(strategy="random", rows=5, seed=1, batch=2)(0)]
+    assert [*order(0)] == [*order_of("random", rows=5, seed=1, batch=2)(0)]
 
 
 class Columns:

@@ -10,14 +10,14 @@ import io
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from zerojax.config import MonitorConfig, WandbConfig, ZeroConfig
 
 _FLUSH_SECONDS = 1.0
 
 
-class MetricsWriter(Protocol):
+class MetricsWriter:
     """A destination of metrics. Its errors are logged, and training continues.
 
     Attributes:
@@ -30,10 +30,10 @@ class MetricsWriter(Protocol):
         """Writes metrics by tag, at the number of global samples seen."""
 
     def flush(self) -> None:
-        """Writes buffered figures, so that others can read them."""
+        """Writes buffered figures, so that others can read them; nothing by default."""
 
     def close(self) -> None:
-        """Writes the remaining metrics and closes the destination."""
+        """Writes the remaining metrics and closes the destination; nothing by default."""
 
 
 def check(config: ZeroConfig) -> None:
@@ -95,7 +95,7 @@ def _folder(section: str, config: MonitorConfig) -> str:
     return folder
 
 
-class CsvFiles:
+class CsvFiles(MetricsWriter):
     """A writer of one CSV file per tag, in the format of DeepSpeed's ``csv_monitor``.
 
     ``Train/Samples/lr`` is ``<folder>/Train_Samples_lr.csv``, with the header ``step,lr`` and a row
@@ -128,12 +128,6 @@ class CsvFiles:
         if failure is not None:
             raise failure
 
-    def flush(self) -> None:
-        """Does nothing: writes are unbuffered."""
-
-    def close(self) -> None:
-        """Does nothing: no file is open between writes."""
-
 
 def _append(path: str, header: tuple[str, str], row: tuple[int, float]) -> None:
     """Appends a row to a CSV file; a new file gets the header first."""
@@ -152,7 +146,7 @@ def _append(path: str, header: tuple[str, str], row: tuple[int, float]) -> None:
             raise
 
 
-class TensorBoardFile:
+class TensorBoardFile(MetricsWriter):
     """A writer of a new TensorBoard event file in ``folder``.
 
     The package tensorboard writes the file, since users need the package to view the file anyway.
@@ -184,7 +178,7 @@ class TensorBoardFile:
         self._file.close()
 
 
-class WandbRun:
+class WandbRun(MetricsWriter):
     """A writer to the user's open run of wandb, or to a new run, which :meth:`close` finishes.
 
     wandb has one open run in a process: a second writer finishes the run that the first one began.
@@ -212,9 +206,6 @@ class WandbRun:
     def write(self, figures: Mapping[str, float], samples: int) -> None:
         run = self._wandb if self._run is None else self._run
         run.log(dict(figures), step=samples)
-
-    def flush(self) -> None:
-        """Does nothing: wandb sends what it has by itself."""
 
     def close(self) -> None:
         if self._run is not None:

@@ -134,7 +134,6 @@ class TrainingArguments(ReadByScripts):
         optionally with "offload". Without either, plain data parallelism (stage 0).
       fsdp_config: Options of ``fsdp``, as a path or a dict; its "activation_checkpointing" sets
         ``gradient_checkpointing``.
-      use_cpu: Whether the run must be on CPUs; set ``JAX_PLATFORMS=cpu`` to run there.
       do_train, do_eval, do_predict, resume_from_checkpoint: For scripts, which read them; Trainer
         does not. ``do_eval`` is also true where ``eval_strategy`` is set.
       given: The names of the arguments that were passed.
@@ -205,7 +204,6 @@ did you mean `learning_rate`?
     deepspeed: Annotated[_File | None, _CONFIG] = None
     fsdp: Annotated[list[str], _NAMES] = field(default_factory=list)
     fsdp_config: Annotated[_File | None, _CONFIG] = None
-    use_cpu: Annotated[bool, FLAG] = False
     do_train: Annotated[bool, FLAG] = False
     do_eval: Annotated[bool, FLAG] = False
     do_predict: Annotated[bool, FLAG] = False

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from zerojax.devices.rows import BatchRows, process_rows
 from zerojax.trainer.arguments import TrainingArguments
-from zerojax.trainer.order import Order, row_lengths
+from zerojax.trainer.order import order_of, row_lengths
 
 Batch: TypeAlias = Mapping[str, np.ndarray | jax.Array]
 
@@ -85,7 +85,7 @@ class Epochs(NamedTuple):
       updates: Updates of an epoch.
       steps: Updates of the run.
       seed: The seed of the row order.
-      order: The order of the rows; None for a stream.
+      order: A function from an epoch to the order of its rows; None for a stream.
     """
 
     rows: int
@@ -94,7 +94,7 @@ class Epochs(NamedTuple):
     updates: int
     steps: int
     seed: int
-    order: Order | None = None
+    order: Callable[[int], np.ndarray] | None = None
 
     @classmethod
     def of(cls, dataset: Any, args: TrainingArguments, world: int) -> Epochs:
@@ -132,7 +132,7 @@ class Epochs(NamedTuple):
         strategy = args.train_sampling_strategy
         is_grouped = strategy == "group_by_length"
         lengths = row_lengths(dataset, args.length_column_name) if is_grouped else None
-        order = Order(strategy=strategy, rows=rows, seed=seed, batch=batch, lengths=lengths)
+        order = order_of(strategy, rows=rows, seed=seed, batch=batch, lengths=lengths)
         return cls(rows, rows_read, batch, updates, steps, seed, order)
 
     def indices(self, step: int) -> np.ndarray:

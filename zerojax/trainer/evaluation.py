@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -250,20 +251,16 @@ def joined(parts: Sequence[Mapping[str, PyTree]]) -> PyTree:
       >>> joined([{"logits": np.ones((1, 2), int)}, {"logits": np.ones((1, 3), int)}]).tolist()
       [[1, 1, -100], [1, 1, 1]]
     """
-    columns = [_concatenated([part[name] for part in parts]) for name in (parts or [{}])[0]]
+    if not parts:
+        return None
+    columns = [*jax.tree.map(lambda *each: _concatenated(each), *parts).values()]
     return columns[0] if len(columns) == 1 else tuple(columns) or None
 
 
-def _concatenated(parts: Sequence[PyTree]) -> PyTree:
-    if isinstance(parts[0], Mapping):
-        return {k: _concatenated([part[k] for part in parts]) for k in parts[0]}
-    if isinstance(parts[0], tuple | list):
-        return tuple(_concatenated([*group]) for group in zip(*parts, strict=True))
+def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
     if parts[0].ndim < 2 or len({x.shape[1] for x in parts}) == 1:
         return np.concatenate(parts)
     longest = max(x.shape[1] for x in parts)
     padding = [((0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)) for x in parts]
-    padded = (
-        np.pad(x, widths, constant_values=IGNORED) for x, widths in zip(parts, padding, strict=True)
-    )
+    padded = map(functools.partial(np.pad, constant_values=IGNORED), parts, padding)
     return np.concatenate([*padded])

@@ -163,7 +163,6 @@ class Trainer(ScriptMethods):
         final_loss = smoothed(loss, args.label_smoothing_factor)
         self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
         devices = in_stages(all_devices(), stages_in(args)) if mesh is None else mesh
-        _check_cpus(args, devices.devices.flat[0].platform)
         world = micro_batch_devices(devices)
         self._limits = Limits(model, loss, self._model.traced, world, args.label_names)
         self.epochs = data.Epochs.of(train_dataset, args, world)
@@ -412,16 +411,3 @@ class Trainer(ScriptMethods):
 
     def _keeps_predictions(self) -> bool:
         return self._evaluator.compute_metrics is not None and not self.args.prediction_loss_only
-
-
-def _check_cpus(args: TrainingArguments, platform: str) -> None:
-    """Checks that the devices are CPUs if ``use_cpu`` is set.
-
-    Raises:
-      ValueError: They are not.
-    """
-    if args.use_cpu and platform != "cpu":
-        raise ValueError(
-            f"use_cpu = true, and JAX uses {platform}: set JAX_PLATFORMS=cpu, or call "
-            "jax.config.update('jax_platforms', 'cpu') before JAX is first used"
-        )

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,12 @@ import numpy as np
 STRATEGIES = ("random", "sequential", "group_by_length")
 
 
-@dataclass(kw_only=True)
-class Order:
-    """Order of the rows in each epoch.
+def order_of(
+    strategy: str, *, rows: int, seed: int, batch: int, lengths: np.ndarray | None = None
+) -> Callable[[int], np.ndarray]:
+    """Returns a function from an epoch to its row indices, int [rows], of which it keeps the last.
 
-    Attributes:
+    Args:
       strategy: One of :data:`STRATEGIES`.
       rows: The number of rows.
       seed: The seed of the permutations.
@@ -31,27 +32,18 @@ class Order:
       lengths: The length of each row, for "group_by_length".
 
     Example:
-      >>> Order(strategy="sequential", rows=4, seed=0, batch=2)(epoch=3)
+      >>> order_of("sequential", rows=4, seed=0, batch=2)(3)
       array([0, 1, 2, 3])
     """
 
-    strategy: str
-    rows: int
-    seed: int
-    batch: int
-    lengths: np.ndarray | None = None
-    _last: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
+    @functools.lru_cache(maxsize=1)
+    def order(epoch: int) -> np.ndarray:
+        if strategy == "sequential":
+            return np.arange(rows)
+        permutation = np.random.default_rng((seed, epoch)).permutation(rows)
+        return permutation if lengths is None else grouped(permutation, lengths, batch)
 
-    def __call__(self, epoch: int) -> np.ndarray:
-        """Returns the row indices of an epoch, int [rows]; keeps those of the last one."""
-        if self._last is None or self._last[0] != epoch:
-            order = np.arange(self.rows)
-            if self.strategy != "sequential":
-                order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)
-            if self.lengths is not None:
-                order = grouped(order, self.lengths, self.batch)
-            self._last = epoch, order
-        return self._last[1]
+    return order
 
 
 def grouped(permutation: np.ndarray, lengths: np.ndarray, batch: int) -> np.ndarray:

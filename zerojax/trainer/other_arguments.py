@@ -67,7 +67,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         ("log_level log_level_replica log_on_each_node", _LOGS),
         ("logging_nan_inf_filter", "a loss that is not finite is logged as it is"),
         ("tf32", "jax.default_matmul_precision chooses the precision of float32 products"),
-        ("local_rank tpu_num_cores use_mps_device ray_scope xpu_backend", _PLACES),
+        ("local_rank use_cpu tpu_num_cores use_mps_device ray_scope xpu_backend", _PLACES),
         ("save_safetensors full_determinism average_tokens_across_devices "
          "enable_jit_checkpoint save_on_each_node", _ALWAYS),
         ("eval_accumulation_steps", "predictions go to host memory batch by batch"),

@@ -58,10 +58,9 @@ def resolved(
       >>> config["gradient_clipping"], config["optimizer"]["params"]["lr"]
       (0.5, 0.0001)
     """
-    if args.deepspeed is None:
-        return _without_json(args)
-    source = source_of(args.deepspeed)
-    raw, problems = as_json(args.deepspeed)
+    given_json = _without_json(args) if args.deepspeed is None else args.deepspeed
+    source = source_of(given_json)
+    raw, problems = as_json(given_json)
     problems += rename(raw)
     for entry in _entries(args, raw, world, steps, hidden_size):
         given = _get(raw, entry.path)
@@ -162,27 +161,22 @@ def _same(entry: Entry, given: object) -> bool:
 
 
 def _without_json(args: TrainingArguments) -> dict[str, object]:
-    """Returns the config of a run without a JSON; fp16 scales as PyTorch's GradScaler does."""
+    """Returns what a JSON would say of ``fsdp`` and of the dtype; fp16 scales as PyTorch's
+    GradScaler does."""
     zero: dict[str, object] = {"stage": args.stage}
     if "offload" in args.fsdp:
         zero |= {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param")}
-    config: dict[str, object] = {
-        ZERO: zero,
-        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_clipping": args.max_grad_norm,
-    }
+    raw: dict[str, object] = {ZERO: zero}
     if args.bf16:
-        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        raw["bf16"] = {"check_grad_overflow": False}
     if args.fp16:
-        config["fp16"] = {
-            "enabled": True,
+        raw["fp16"] = {
             "initial_scale_power": 16,
             "loss_scale_window": 2000,
             "hysteresis": 1,
             "raise_error_at_min_scale": False,
         }
-    return config | _monitors(args)
+    return raw
 
 
 def _monitors(args: TrainingArguments) -> dict[str, object]:

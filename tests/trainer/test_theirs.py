@@ -17,7 +17,7 @@ import zerojax
 from zerojax import TrainingArguments
 from zerojax.config import ConfigError
 from zerojax.trainer.arguments import OPTIMIZERS
-from zerojax.trainer.other_arguments import OVERRIDDEN, REFUSED, WITHOUT_EFFECT
+from zerojax.trainer.other_arguments import OTHERS, OVERRIDDEN
 
 THEIRS = json.loads((Path(__file__).parent / "data" / "their_arguments.json").read_text())
 
@@ -89,7 +89,7 @@ def test_every_field_can_be_read() -> None:
     """Scripts end with ``if training_args.push_to_hub``, and their first log line has a device."""
     args = TrainingArguments("out", push_to_hub=False, hub_token="mine", dataloader_num_workers=4)
     assert (args.push_to_hub, args.hub_token, args.dataloader_num_workers) == (False, "mine", 4)
-    for name in (*WITHOUT_EFFECT, *REFUSED):
+    for name in OTHERS:
         getattr(args, name)
     default = TrainingArguments("out")
     assert (default.hub_token, default.ddp_timeout, default.log_level) == (None, 1800, "passive")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import BeforeValidator, StrictStr
 
-from zerojax.config.errors import ConfigError, as_text, closest, hint
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.kinds import (
     ABOVE_ZERO,
     AMOUNT,
@@ -31,13 +31,7 @@ from zerojax.distributed import log
 from zerojax.optim.schedules import OF_TRANSFORMERS
 from zerojax.trainer.optimizer_names import ALTERNATIVES, OPTIMIZERS, optimizer_problems
 from zerojax.trainer.order import STRATEGIES
-from zerojax.trainer.other_arguments import (
-    REFUSED,
-    RENAMED,
-    WITHOUT_EFFECT,
-    fsdp_options,
-    is_default,
-)
+from zerojax.trainer.other_arguments import OTHERS, RENAMED, fsdp_options, is_default, sort_out
 from zerojax.trainer.read_by_scripts import ReadByScripts
 
 MONITORS = ("tensorboard", "wandb", "csv")
@@ -212,29 +206,21 @@ did you mean `learning_rate`?
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: object) -> None:
         given = {"output_dir": output_dir} | {RENAMED.get(k, k): v for k, v in arguments.items()}
-        defaults, kinds = _defaults(type(self)), get_type_hints(type(self), include_extras=True)
-        problems = [*_argument_problems(given, defaults)]
-        values = defaults | {k: v for k, v in given.items() if k in defaults}
-        for name, value in values.items():
+        values, kinds = _defaults(type(self)), get_type_hints(type(self), include_extras=True)
+        others = {name: value for name, value in given.items() if name not in values}
+        problems, unused = sort_out(others, OTHERS, values)
+        for name in filter(values.__contains__, given):
             try:
-                values[name] = kinds[name].__metadata__[0].check(value)
+                values[name] = kinds[name].__metadata__[0].check(given[name])
             except ConfigError as error:
                 problems.append(f"{name}: {error}")
-                values[name] = defaults[name]
-        others = {k: v for k, v in given.items() if k in WITHOUT_EFFECT or k in REFUSED}
         vars(self).update(values, given=frozenset(given), others=others)
         options = fsdp_options(self.fsdp_config if self.fsdp else None)
-        problems += options.problems
+        unused += options.unused
         self._settle(options.remat)
-        problems += self._contradictions()
+        problems += [*options.problems, *self._contradictions()]
         if problems:
             raise ConfigError(problems, "TrainingArguments")
-        unused = [
-            f"{name} ({WITHOUT_EFFECT[name]})"
-            for name, value in given.items()
-            if name in WITHOUT_EFFECT and not is_default(name, value)
-        ]
-        unused += options.unused
         if self.fsdp_config and not self.fsdp:
             unused.append("fsdp_config (fsdp is not given)")
         if self.eval_strategy != "steps" and self.eval_steps is not None:
@@ -369,14 +355,3 @@ def _defaults(cls: type[TrainingArguments]) -> dict[str, object]:
         for spec in fields(cls)
         if spec.init
     }
-
-
-def _argument_problems(given: Mapping[str, object], own: Iterable[str]) -> Iterator[str]:
-    """Yields a problem for each argument that is unknown, or that zerojax refuses."""
-    known = [*own, *WITHOUT_EFFECT, *REFUSED]
-    for name, value in given.items():
-        accepted, reason = REFUSED.get(name, ((), ""))
-        if reason and value not in accepted:
-            yield f"{name} = {as_text(value)} is not supported: {reason}"
-        elif name not in known:
-            yield f"{name}: unknown argument; {hint(closest(name, known), 'remove it')}"

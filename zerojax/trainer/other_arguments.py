@@ -10,6 +10,20 @@ from zerojax.config.errors import ConfigError, as_text, closest, hint
 from zerojax.config.files import read_json
 from zerojax.config.kinds import FLAG
 
+
+class Other(NamedTuple):
+    """What becomes of an argument that zerojax does not read.
+
+    Attributes:
+      reason: Why it has no effect, or the alternative to it.
+      accepted: The values that ask for nothing, if others are refused; None if any value is
+        accepted and has no effect.
+    """
+
+    reason: str
+    accepted: tuple[object, ...] | None = None
+
+
 THEIR_DEFAULTS: dict[str, object] = {
     "accelerator_config": {
         "split_batches": False,
@@ -51,8 +65,8 @@ _HUB = "nothing is pushed to a hub"
 _PLACES = "a launcher or JAX_PLATFORMS chooses devices and processes"
 _ALWAYS = "always so"
 
-WITHOUT_EFFECT: dict[str, str] = {
-    name: why
+_WITHOUT_EFFECT = {
+    name: Other(why)
     for names, why in (
         ("dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
          "dataloader_pin_memory dataloader_multiprocessing_context dataloader_in_order", _LOOP),
@@ -84,9 +98,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     )
     for name in names.split()
 }  # fmt: skip
-"""The reason for each argument that has no effect."""
-
-REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "push_to_hub": ((False,), "save_model() writes a folder to push"),
     "auto_find_batch_size": ((False,), "`python -m zerojax fit` finds the batch that fits"),
     "neftune_noise_alpha": ((None,), "add the noise in loss="),
@@ -112,14 +124,17 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "parallelism_config": ((None,), "Trainer(mesh=..., specs=...) takes a mesh and what it cuts"),
     "debug": (("", [], ()), "`python -m zerojax report` and JAX's own switches find faults"),
 }
-"""Accepted values of each unsupported argument, and the alternative to other values."""
+OTHERS: dict[str, Other] = _WITHOUT_EFFECT | {
+    name: Other(why, accepted) for name, (accepted, why) in _REFUSED.items()
+}
+"""The arguments of transformers that zerojax does not read."""
 
 
 def their_default(name: str) -> object:
-    """Returns transformers' default of an argument that has no effect here or is refused."""
+    """Returns transformers' default of one of :data:`OTHERS`."""
     if name == "hub_token":  # to_dict hides it
         return None
-    return THEIR_DEFAULTS.get(name, REFUSED.get(name, ((None,), ""))[0][0])
+    return THEIR_DEFAULTS.get(name, (OTHERS[name].accepted or (None,))[0])
 
 
 def is_default(name: str, value: object) -> bool:
@@ -127,6 +142,31 @@ def is_default(name: str, value: object) -> bool:
     if name in THEIR_DEFAULTS:
         return value in (THEIR_DEFAULTS[name], None)
     return value is None or value is False or value in ([], {}, "")
+
+
+def sort_out(
+    given: Mapping[str, object], others: Mapping[str, Other], own: Iterable[str], of: str = ""
+) -> tuple[list[str], list[str]]:
+    """Returns a problem for each argument that is unknown or refused; and the name of each one
+    without effect, with the reason.
+
+    Args:
+      given: Arguments that zerojax does not read.
+      others: What becomes of those that are known.
+      own: The names that zerojax reads.
+      of: The object that has them as keys; "" for arguments.
+    """
+    problems, unused, kind = list[str](), list[str](), "key" if of else "argument"
+    for name, value in given.items():
+        label = f"{of}.{name}" if of else name
+        if (other := others.get(name)) is None:
+            remedy = hint(closest(name, [*own, *others]), "remove it")
+            problems.append(f"{label}: unknown {kind}; {remedy}")
+        elif other.accepted is not None and value not in other.accepted:
+            problems.append(f"{label} = {as_text(value)} is not supported: {other.reason}")
+        elif other.accepted is None and not is_default(name, value):
+            unused.append(f"{label} ({other.reason})")
+    return problems, unused
 
 
 RENAMED = {
@@ -193,17 +233,26 @@ def refuse(given: Mapping[str, object], known: Iterable[str]) -> None:
 
 
 _REMAT = ("activation_checkpointing", "xla_fsdp_grad_ckpt")
-_OF_XLA = ("limit_all_gathers", "xla", "xla_fsdp_settings", "xla_fsdp_v2")
-_IN_FSDP: dict[str, tuple[object, str]] = {
-    "offload_params": (False, 'fsdp="full_shard offload" does so'),
-    "reshard_after_forward": (True, 'fsdp="shard_grad_op" keeps gathered parameters'),
-    "sharding_strategy": (None, "fsdp has its name"),
-    "activation_checkpointing_offload": (
-        False,
+_OF_YAML = {
+    key.removeprefix(f"{FSDP}.fsdp_"): Other(
+        row.why, (row.default, *row.accepts) if row.treatment == "off only" else None
+    )
+    for key, row in YAML_KEYS.items()
+    if key.startswith(f"{FSDP}.fsdp_")  # those that Accelerate reads follow
+}
+_IN_FSDP = {
+    **_OF_YAML,
+    **dict.fromkeys(("limit_all_gathers", "xla", "xla_fsdp_settings", "xla_fsdp_v2"), Other(_XLA)),
+    "offload_params": Other('fsdp="full_shard offload" does so', (False, None)),
+    "reshard_after_forward": Other('fsdp="shard_grad_op" keeps gathered parameters', (True, None)),
+    "version": Other("both forms are read", (1, 2)),
+    "sharding_strategy": Other("fsdp has its name", (None,)),
+    "activation_checkpointing_offload": Other(
         'give deepspeed={"activation_checkpointing": {"cpu_checkpointing": true}} instead',
+        (False, None),
     ),
 }
-"""Keys that an argument replaces: the value that changes nothing, and the remedy for others."""
+"""What becomes of the keys of ``fsdp_config`` that zerojax does not read."""
 
 
 class FsdpOptions(NamedTuple):
@@ -232,28 +281,13 @@ def fsdp_options(
       >>> fsdp_options({"activation_checkpointing": True, "use_orig_params": True}).remat
       True
     """
-    raw, problems = read_json(given) if given is not None else ({}, [])
-    remat, unused, problems = False, list[str](), [f"fsdp_config: {text}" for text in problems]
-    prefix = f"{FSDP}.fsdp_"
-    rows = {k.removeprefix(prefix): row for k, row in YAML_KEYS.items() if k.startswith(prefix)}
-    for name, value in raw.items():
-        key, is_value = f"fsdp_config.{name}", f"fsdp_config.{name} = {as_text(value)}"
-        suffix = name.removeprefix("fsdp_")
-        row, (accepted, reason) = rows.get(suffix), _IN_FSDP.get(suffix, (None, ""))
-        if suffix in _REMAT:
-            try:
-                remat |= FLAG.check(value)
-            except ConfigError as error:
-                problems.append(f"{key}: {error}")
-        elif suffix in _OF_XLA:
-            unused.append(f"{key} ({_XLA})")
-        elif row is None:
-            remedy = hint(closest(suffix, [*rows, *_REMAT, *_OF_XLA]), "remove it")
-            problems.append(f"{key}: unknown key; {remedy}")
-        elif reason and value not in (accepted, None):
-            problems.append(f"{is_value}: {reason}")
-        elif row.treatment == "off only" and value not in row.accepts:
-            problems.append(f"{is_value} is not supported: {row.why}")
-        elif row.treatment in ("no effect", "left to XLA"):
-            unused.append(f"{key} ({row.why})")
-    return FsdpOptions(remat, unused, problems)
+    raw, unread = read_json(given) if given is not None else ({}, [])
+    options, remat = {name.removeprefix("fsdp_"): value for name, value in raw.items()}, False
+    problems = [f"fsdp_config: {text}" for text in unread]
+    for name in _REMAT:
+        try:
+            remat |= FLAG.check(options.pop(name, False))
+        except ConfigError as error:
+            problems.append(f"fsdp_config.{name}: {error}")
+    wrong, unused = sort_out(options, _IN_FSDP, _REMAT, "fsdp_config")
+    return FsdpOptions(remat, unused, problems + wrong)

@@ -15,7 +15,7 @@ import jax
 from zerojax.checkpoint.processes import LONGEST
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.launched import launched
-from zerojax.trainer.other_arguments import REFUSED, WITHOUT_EFFECT, their_default
+from zerojax.trainer.other_arguments import OTHERS, their_default
 
 
 class ParallelMode(enum.Enum):
@@ -39,7 +39,7 @@ class ReadByScripts:
             others = vars(self).get("others", {})
             if name in others:
                 return others[name]
-            if name in WITHOUT_EFFECT or name in REFUSED:
+            if name in OTHERS:
                 return their_default(name)
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", obj=self)
 

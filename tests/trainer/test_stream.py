@@ -41,21 +41,21 @@ def rows_of(update: Any) -> list[int]:
 def test_updates_of_passes() -> None:
     assert (EPOCHS.steps, EPOCHS.batch, EPOCHS.last) == (9, 8, None)
     stream = Numbers(20)
-    updates = [reader(stream).at(EPOCHS, 0)] + [reader(stream).at(EPOCHS, n) for n in (2, 3)]
+    updates = [next(reader(stream).updates(EPOCHS, n)) for n in (0, 2, 3)]
     assert [*map(rows_of, updates)] == [[*range(8)], [*range(16, 20)], [*range(8)]]
     assert [update.rows for update in updates] == [8, 4, 8]
     stream.passes.clear()
-    in_order, read = reader(stream), stream.read
-    assert [rows_of(in_order.at(EPOCHS, n))[0] for n in (3, 4, 5, 6)] == [0, 8, 16, 0]
+    in_order, read = reader(stream).updates(EPOCHS, 3), stream.read
+    assert [rows_of(next(in_order))[0] for _ in range(4)] == [0, 8, 16, 0]
     assert (stream.passes, stream.read - read) == ([0, 1, 2], 48)  # each row once
-    assert rows_of(in_order.at(EPOCHS, 1)) == [*range(8, 16)]  # another run begins anew
+    assert rows_of(next(reader(stream).updates(EPOCHS, 1))) == [*range(8, 16)]
 
 
 def test_rows_beyond_the_last_micro_batch_are_dropped() -> None:
-    dropping = reader(Numbers(23), multiple=4)
-    assert [len(rows_of(dropping.at(EPOCHS, n))) for n in range(4)] == [8, 8, 4, 8]
+    dropping = reader(Numbers(23), multiple=4).updates(EPOCHS)
+    assert [len(rows_of(next(dropping))) for _ in range(4)] == [8, 8, 4, 8]
     with pytest.raises(ValueError, match="fewer rows than the 32 of a micro-batch"):
-        reader(Numbers(23), multiple=32).at(EPOCHS, 0)
+        next(reader(Numbers(23), multiple=32).updates(EPOCHS))
     with pytest.raises(ValueError, match="fewer rows than one"):
         reader(Numbers(0)).sample()
 
@@ -81,5 +81,5 @@ def test_datasets_of_grain() -> None:
     assert not is_stream(numbers)
     sequential = TrainingArguments("out", train_sampling_strategy="sequential")
     made = reader(numbers)
-    assert rows_of(made.at(Epochs.of(numbers, sequential, 1), 2)) == [16, 17, 18, 19]
-    assert rows_of(reader(numbers.to_iter_dataset()).at(EPOCHS, 3)) == [*range(8)]
+    assert rows_of(next(made.updates(Epochs.of(numbers, sequential, 1), 2))) == [16, 17, 18, 19]
+    assert rows_of(next(reader(numbers.to_iter_dataset()).updates(EPOCHS, 3))) == [*range(8)]

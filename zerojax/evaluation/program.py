@@ -49,15 +49,13 @@ class Execution(NamedTuple):
 
     Attributes:
       used: For each array of the state, whether the function reads it.
-      division: The division of the batch; None if the function runs on all rows at once.
-      filled: The division by which the batch is padded: ``division``, or one in which each
+      filled: The division by which the batch is padded: into micro-batches, or so that each
         process's own rows divide among its devices; None if neither is needed.
       full: The function on all rows.
-      by_rows: The divided function; None if ``division`` is.
+      by_rows: The divided function; None if the function runs on all rows at once.
     """
 
     used: tuple[bool, ...]
-    division: Division | None
     filled: Division | None
     full: TracedFunction
     by_rows: ByRows | None
@@ -232,7 +230,7 @@ class EvaluationProgram:
                         self.function.__name__, division.rows, instead, reason,
                     )  # fmt: skip
                 division = None
-        return Execution(used, division, division or filled, traced, by_rows)
+        return Execution(used, division or filled, traced, by_rows)
 
     def _traced(self, batch: PyTree, further: Further) -> TracedFunction:
         """Traces the function on abstract, unsharded arrays of a state."""
@@ -314,8 +312,9 @@ class EvaluationProgram:
         entered = enter(self._inserter, self._plan, self._leaves, given, self._reader)
         state = gather_once.gather(*entered, self._inserter)
         arrays = jax.tree.leaves(further)
-        if execution.division is None:
-            if (filled := execution.filled) is not None:
+        filled = execution.filled
+        if execution.by_rows is None:
+            if filled is not None:
                 batch = jax.tree.map(lambda x: filled.without_copies(x) if x.ndim else x, batch)
             closed = execution.full.closed
             if self._stages is not None:
@@ -326,8 +325,8 @@ class EvaluationProgram:
                 closed = self._stages(closed, smaller, execution.full.batch)
             outs = self._run_on(closed, state, jax.tree.leaves(batch), arrays)
         else:
-            assert execution.by_rows is not None
-            outs = self._in_parts(state, batch, arrays, execution.division, execution.by_rows)
+            assert filled is not None
+            outs = self._in_parts(state, batch, arrays, filled, execution.by_rows)
         out, changed = jax.tree.unflatten(execution.full.out, outs)
         pairs = zip(changed, self._keeping, strict=bool(changed))
         return self._plan.results(out), [None if x is None else keep(x) for x, keep in pairs]

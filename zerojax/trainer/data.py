@@ -195,21 +195,19 @@ class Reader:
         self._mesh, self._numbers_only, self._check = mesh, numbers_only, check
         self._is_stream = is_stream(dataset)
         self._pads_all: bool | None = None  # known once a batch is read
-        self._updates: Iterator[Rows] = iter(())  # of a stream, from the next one on
-        self._next = 0
 
-    def at(self, epochs: Epochs, step: int) -> Update:
-        """Returns this process's rows of an update of the run.
+    def updates(self, epochs: Epochs, start: int = 0) -> Iterator[Update]:
+        """Yields this process's rows of each update of the run, from one on.
 
         A stream reads and skips the rows of the updates before.
         """
-        if not self._is_stream:
-            return self.update(epochs.indices(step), epochs.batch)
-        if step < self._next or not self._next:
-            self._updates, self._next = self._passes(epochs.batch), 0
-        rows = next(itertools.islice(self._updates, step - self._next, None))
-        self._next = step + 1
-        return self.update(rows, epochs.batch)
+        each: Iterator[Rows]
+        if self._is_stream:
+            each = itertools.islice(self._passes(epochs.batch), start, None)
+        else:
+            each = map(epochs.indices, itertools.count(start))
+        for rows in each:
+            yield self.update(rows, epochs.batch)
 
     def _passes(self, size: int) -> Iterator[Rows]:
         """Yields the rows of each update of a stream, pass after pass."""

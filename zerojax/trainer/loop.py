@@ -231,11 +231,12 @@ class Trainer(ScriptMethods):
                 self.evaluate()
             shown = self._reports.screen.bar("step", epochs.steps, start, keep=True)
             with shown as bar, preemption_notice() as preemption:
+                updates = reader.updates(epochs, start)
                 for step in range(start, epochs.steps):
                     if step % epochs.updates == 0:
                         self.callbacks("on_epoch_begin", state, control)
                     self.callbacks("on_step_begin", state, control)
-                    update = reader.at(epochs, step)
+                    update = next(updates)
                     self.train_state, metrics = self._update(update, jax.random.fold_in(key, step))
                     progress.advance(update.rows, update.batch, metrics["loss"])
                     self._saved = None

@@ -12,7 +12,7 @@ from zerojax.config.kinds import FLAG
 
 
 class Other(NamedTuple):
-    """What becomes of an argument that zerojax does not read.
+    """An argument that zerojax does not read.
 
     Attributes:
       reason: Why it has no effect, or the alternative to it.
@@ -252,7 +252,7 @@ _IN_FSDP = {
         (False, None),
     ),
 }
-"""What becomes of the keys of ``fsdp_config`` that zerojax does not read."""
+"""Keys of ``fsdp_config`` that zerojax does not read."""
 
 
 class FsdpOptions(NamedTuple):

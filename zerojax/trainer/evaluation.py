@@ -215,18 +215,6 @@ def evaluation_sets(given: object, prefix: str) -> dict[str, Any]:
     return {prefix: given}
 
 
-def evaluation_set(given: object, name: str) -> Any:
-    """Returns the evaluation set of a name.
-
-    Raises:
-      ValueError: ``given`` is not a dict of datasets, or has no such name.
-    """
-    if not isinstance(given, Mapping) or name not in given:
-        known = f"has {', '.join(given)}" if isinstance(given, Mapping) else "is not a dict"
-        raise ValueError(f"evaluate({name!r}): the Trainer's eval_dataset {known}")
-    return given[name]
-
-
 def _loss(forward: Forward, batch: PyTree) -> dict[str, PyTree]:
     """Returns the batch's loss: (sum, weight) for a pair, (mean, None) for a scalar, or None."""
     mean = None if forward.mean is None else (forward.mean, None)

@@ -34,7 +34,6 @@ from zerojax.trainer.evaluation import (
     Evaluator,
     PredictionOutput,
     Preprocess,
-    evaluation_set,
     evaluation_sets,
 )
 from zerojax.trainer.initial_state import InitialState
@@ -308,9 +307,10 @@ class Trainer(ScriptMethods):
           metric_key_prefix: The prefix of the metrics' names; for a dict of datasets, the prefix of
             each is followed by its name.
         """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        sets: Any = self.eval_dataset
+        dataset = sets if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            dataset = evaluation_set(self.eval_dataset, dataset)
+            dataset = sets[dataset]
         found: dict[str, float] = {}
         for prefix, each in evaluation_sets(dataset, metric_key_prefix).items():
             reader = self._reader(each, "eval_dataset")

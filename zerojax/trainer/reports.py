@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zerojax.optim.telemetry import telemetry
 from zerojax.step.train_step import Step
@@ -130,10 +130,12 @@ class Reports:
         logs = {"loss": self.progress.take(), **{name: float(values[name]) for name in names}}
         line = f"{_done(state)}  {_text(logs)}"
         self._log(logs, state, control)
-        memory = f"{_device_bytes(self._mesh) / 1e6:,.1f} MB/device"
+        stats = [device.memory_stats() or {} for device in self._mesh.local_devices]
+        peak = max(each.get("peak_bytes_in_use", 0) for each in stats)  # CPUs report none
+        memory = f"{peak / 1e6:,.1f} MB/device" if peak else ""
         pace = "  ".join(filter(None, (self.progress.speed(), memory)))
         bar(0, figures=pace)
-        self.screen.print(f"{line}  {pace}")
+        self.screen.print(f"{line}  {pace}".rstrip())
 
     def evaluation(
         self, metrics: dict[str, float], prefix: str, state: TrainerState, control: TrainerControl
@@ -223,15 +225,3 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _device_bytes(mesh: Mesh) -> int:
-    """Returns the largest peak over devices if they report it, else the bytes of live arrays."""
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    if all("peak_bytes_in_use" in device_stats for device_stats in stats):
-        return cast(int, max(device_stats["peak_bytes_in_use"] for device_stats in stats))
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.live_arrays()
-        if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind == "device"
-    )

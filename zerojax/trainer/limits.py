@@ -54,7 +54,6 @@ class Limits:
         self._name, self._masks = _takes_mask(model)
         self._known: dict[frozenset[str], Forward] = {}
         self._named: set[str] = set()
-        self._warned = False
 
     def check(self, batch: Mapping[str, np.ndarray], left_out: Collection[str] = ()) -> None:
         """Rejects a batch that the model cannot process, and logs columns that nothing reads.
@@ -83,8 +82,12 @@ class Limits:
                     "them"
                 )
             self._within(batch, "labels", logits[-1], f"the last axis of {self._name}'s logits")
-        if "attention_mask" in batch and not self._masks:
-            self._unmasked(batch["attention_mask"])
+        is_masked = self._masks or self._loss is not causal_lm_loss or "attention_mask" not in batch
+        if not is_masked and _is_left_padded(batch["attention_mask"]):  # on the right it is ignored
+            raise ValueError(
+                f"attention_mask: a row has padding before its tokens, and {self._name} takes "
+                'no mask: pad on the right (tokenizer.padding_side = "right")'
+            )
 
     def _forward(self, batch: Mapping[str, np.ndarray], left_out: Collection[str]) -> Forward:
         """Returns the shapes of the loss function's results for a batch with these columns."""
@@ -99,8 +102,7 @@ class Limits:
                     f"reads: give the rows labels, {IGNORED} where none counts, or pass "
                     "Trainer(loss=...), or remove the column"
                 )
-            mask = {"attention_mask"} if self._ready and not self._masks else set()  # see _unmasked
-            unread = [*left_out, *(n for n in unread if n not in mask | {*self._labels})]
+            unread = [*left_out, *(n for n in unread if n not in self._labels)]
             if new := [name for name in unread if name not in self._named]:
                 self._named.update(new)
                 log.warning(
@@ -122,20 +124,10 @@ class Limits:
                 f"{name} have {values[out_of_range][0]}, and {of} has {size}: count from 0{note}"
             )
 
-    def _unmasked(self, mask: np.ndarray) -> None:
-        """Checks padding for a model without a mask argument; causal ones ignore right padding."""
-        if self._loss is causal_lm_loss and mask.ndim == 2:
-            if (np.diff((mask != 0).astype(np.int8), axis=1) > 0).any():
-                raise ValueError(
-                    f"attention_mask: a row has padding before its tokens, and {self._name} takes "
-                    'no mask: pad on the right (tokenizer.padding_side = "right")'
-                )
-        elif not self._warned and not mask.all():
-            self._warned = True
-            log.warning(
-                "the batch has an attention_mask, and %s.__call__ takes none: it computes padding "
-                "as it does tokens", self._name,
-            )  # fmt: skip
+
+def _is_left_padded(mask: np.ndarray) -> bool:
+    """Returns whether a row of a mask [rows, tokens] has padding before a token."""
+    return mask.ndim == 2 and bool((np.diff((mask != 0).astype(np.int8), axis=1) > 0).any())
 
 
 def _takes_mask(model: AnyModel) -> tuple[str, bool]:

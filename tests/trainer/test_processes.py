@@ -39,7 +39,7 @@ def test_two_processes_have_the_numbers_of_one(
         for ours, theirs in zip(each, alone, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     for folder in ("one", "two"):
-        names = {path.name for path in (tmp_path / folder).iterdir()}
+        names = {path.name for path in (tmp_path / folder).iterdir() if path.is_dir()}
         assert names == {"checkpoints", "model"}
         assert (tmp_path / folder / "model" / "model.safetensors").exists()
 

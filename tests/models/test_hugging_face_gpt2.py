@@ -229,7 +229,7 @@ def test_a_model_of_another_size_is_refused(
 def test_what_like_and_dtype_must_be(folder: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="only the tree given has the parameter h/"):
         load(folder, TINY, like=init(SCANNED))
-    with pytest.raises(ValueError, match=r"dtype int32 of the parameter .* pass a float dtype"):
+    with pytest.raises(ValueError, match="int32: save floats, the only dtypes that are cast"):
         load(folder, TINY, dtype=jnp.int32)
 
 

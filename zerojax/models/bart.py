@@ -65,6 +65,11 @@ class BartConfig(EncoderDecoderConfig):
         self.check_rates("dropout", "attention_dropout", "activation_dropout")
 
     @property
+    def model_type(self) -> str:
+        """Hugging Face's name of the type, which the other options decide."""
+        return "blenderbot" if self.normalize_before else "bart"
+
+    @property
     def norms_sums(self) -> bool:
         return not self.normalize_before
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 
@@ -25,12 +26,15 @@ class ModelConfig:
         parameters computes in bf16. The statistics of norms, the softmax, the logits and the loss
         are always in fp32.
       hugging_face: Other contents of a Hugging Face folder's files, as JSON, to write them back.
+      computed: Properties with the numbers that None stands for, by field.
     """
 
     scan: bool = False
     remat: bool | str = False
     dtype: DTypeLike | None = None
     hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
+
+    computed: ClassVar[Mapping[str, str]] = {}
 
     def check_sizes(self, *names: str) -> None:
         """Rejects the config if a named field is not a positive int."""

@@ -20,6 +20,7 @@ C num_labels, L n_layer.
 import dataclasses
 import math
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,8 @@ class LlamaConfig(RopeConfig):
     num_experts_per_tok: int = 2
     num_labels: int | None = None  # a head for classes of rows in place of the LM head
     pad_token_id: int | None = None  # for that head
+
+    computed: ClassVar = {"n_kv_head": "kv_heads", "head_dim": "head_size"}
 
     def __post_init__(self) -> None:
         self.check_sizes("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from zerojax.models.blocks import keys_mask, run_blocks
-from zerojax.models.config import Sizes
+from zerojax.models.config import Rate, Size, Sizes
 from zerojax.models.encoder import (
     ACTIVATIONS,
     Block,
@@ -43,16 +43,13 @@ class BertConfig(EncoderConfig):
     """
 
     model_type: str = "bert"
-    type_vocab_size: int = 2
+    type_vocab_size: Size = 2
     pad_token_id: int = 0
-    classifier_dropout: float | None = None  # None: hidden_dropout_prob
+    classifier_dropout: Rate | None = None  # None: hidden_dropout_prob
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_of("model_type", "bert", "roberta")
-        self.check_sizes("type_vocab_size")
-        if self.classifier_dropout is not None:
-            self.check_rates("classifier_dropout")
 
     @property
     def block_size(self) -> int:

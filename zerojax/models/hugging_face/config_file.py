@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 Config = TypeVar("Config", bound=ModelConfig)
 
-Keys = Sequence[tuple[str, str, Any]]
+Keys = Sequence[tuple[str, str, object]]
 """For each field of a config: its name, Hugging Face's key, and transformers' default."""
 
 Supported = Mapping[str, Sequence[object]]

@@ -13,7 +13,7 @@ from zerojax.models.hugging_face.config_file import Json, Keys, Supported
 from zerojax.models.hugging_face.folder import Format
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.llama import FULL, WINDOWED, Llama, LlamaConfig
-from zerojax.models.losses import causal_lm_loss, row_classification_loss
+from zerojax.models.losses import causal_lm_loss, classification_loss
 from zerojax.weights import Tensor
 
 # With the defaults of transformers' LlamaConfig.
@@ -135,7 +135,7 @@ class Family:
             model,
             architectures={self.model_type: f"{name}ForSequenceClassification"},
             has_labels=True,
-            loss=row_classification_loss,
+            loss=classification_loss,
             head=("score/kernel",),
         )
         return model, classifier

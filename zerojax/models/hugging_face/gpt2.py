@@ -44,7 +44,7 @@ from zerojax.models.gpt import GPT, LAYER_NORM_EPS, GPTConfig
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json
 from zerojax.models.hugging_face.folder import Format
-from zerojax.models.losses import causal_lm_loss, row_classification_loss
+from zerojax.models.losses import causal_lm_loss, classification_loss
 
 NAMES = weights.Names(
     {
@@ -134,7 +134,7 @@ CLASSIFIER = dataclasses.replace(
     FORMAT,
     architectures={"gpt2": "GPT2ForSequenceClassification"},
     has_labels=True,
-    loss=row_classification_loss,
+    loss=classification_loss,
     head=("score/kernel",),
 )
 config_from_hf, config_to_hf, read_config = FORMAT.from_hf, FORMAT.to_hf, FORMAT.read_config

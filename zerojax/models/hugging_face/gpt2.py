@@ -48,34 +48,31 @@ from zerojax.models.losses import causal_lm_loss, classification_loss
 
 NAMES = weights.Names(
     {
-        "{table}/embedding": "{table}.weight",
-        "ln_f/scale": "ln_f.weight",
-        "ln_f/bias": "ln_f.bias",
+        "{table}/embedding": "transformer.{table}.weight",
+        "{head}/kernel": weights.Tensor("{head}.weight", "o i -> i o"),  # no prefix
+        "ln_f/scale": "transformer.ln_f.weight",
+        "ln_f/bias": "transformer.ln_f.bias",
         # Conv1D stores [in, out], as flax does.
-        "h_{layer:int}/{module:path}/bias": "h.{layer}.{module}.bias",
-        "h_{layer:int}/{module:path}/{kind}": "h.{layer}.{module}.weight",
-        "h/{module:path}/bias": weights.Tensor("h.{layer}.{module}.bias", "... -> layer ..."),
-        "h/{module:path}/{kind}": weights.Tensor("h.{layer}.{module}.weight", "... -> layer ..."),
+        "h_{layer:int}/{module:path}/bias": "transformer.h.{layer}.{module}.bias",
+        "h_{layer:int}/{module:path}/{kind}": "transformer.h.{layer}.{module}.weight",
+        "h/{module:path}/bias": weights.Tensor(
+            "transformer.h.{layer}.{module}.bias", "... -> layer ..."
+        ),
+        "h/{module:path}/{kind}": weights.Tensor(
+            "transformer.h.{layer}.{module}.weight", "... -> layer ..."
+        ),
     },
     prefix="transformer.",  # in the names of a GPT2LMHeadModel, not of a GPT2Model
     ignored=("h.{layer}.attn.bias", "h.{layer}.attn.masked_bias"),  # masks, in older files
-    tied={"lm_head.weight": "wte.weight"},
+    tied={"lm_head.weight": "transformer.wte.weight"},
 )
 
 
 def names(config: GPTConfig) -> weights.Names:
-    """Returns `NAMES`; with a head for labels, whose tensor has no prefix, those of all tensors."""
+    """Returns `NAMES`; with a head for labels, those that have no use for a file's LM head."""
     if config.num_labels is None:
         return NAMES
-    tensors: dict[str, weights.Tensor] = {
-        "score/kernel": weights.Tensor("score.weight", "o i -> i o")
-    }
-    for path, tensor in NAMES.tensors.items():
-        assert tensor is not None
-        tensor = weights.Tensor(tensor) if isinstance(tensor, str) else tensor
-        tensors[path] = dataclasses.replace(tensor, name=NAMES.prefix + tensor.name)
-    ignored = (*NAMES.ignored, "lm_head.weight")
-    return dataclasses.replace(NAMES, tensors=tensors, ignored=ignored, tied={})
+    return dataclasses.replace(NAMES, ignored=(*NAMES.ignored, "lm_head.weight"), tied={})
 
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")

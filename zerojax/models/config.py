@@ -35,6 +35,11 @@ Remat = Annotated[
 ]
 
 
+def one_of(*known: object) -> Bound:
+    """Returns the requirement to be one of some values."""
+    return Bound(f"be {' or '.join(map(repr, known))}", known.__contains__)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Options of every model; types such as `Size` say which values of a field are rejected.
@@ -72,11 +77,6 @@ class ModelConfig:
         """Rejects the config if its width is not a multiple of its number of heads."""
         if getattr(self, width) % getattr(self, heads):
             self.reject(width, f"be a multiple of {heads} = {getattr(self, heads)}")
-
-    def check_one_of(self, name: str, *known: object) -> None:
-        """Rejects the config if the named field is not a known value."""
-        if getattr(self, name) not in known:
-            self.reject(name, f"be {' or '.join(map(repr, known))}")
 
     def reject(self, name: str, requirement: str) -> None:
         """Raises ValueError that names a field, its value and what it must be or have."""

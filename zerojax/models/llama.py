@@ -20,7 +20,7 @@ C num_labels, L n_layer.
 import dataclasses
 import math
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from zerojax.models.blocks import (
     with_mask,
 )
 from zerojax.models.cache import attend_cached, check_cached
-from zerojax.models.config import Fields, Flag, Positive, Size, Sizes
+from zerojax.models.config import Fields, Flag, Positive, Size, Sizes, one_of
 from zerojax.models.experts import Activation, Experts, PerDevice
 from zerojax.models.layout import Layout
 from zerojax.models.loss import logits_or_losses, widen
@@ -85,7 +85,7 @@ class LlamaConfig(RopeConfig):
     loss_chunks: Size | None = None
     model_type: str = "llama"  # which decides the tensors of a Hugging Face folder
     head_dim: Size | None = None  # of a head, where it is not n_embd / n_head
-    hidden_act: str = "silu"
+    hidden_act: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
     qkv_bias: Flag = False
     output_bias: Flag = False  # of the attention's last product
     mlp_bias: Flag = False
@@ -115,7 +115,6 @@ class LlamaConfig(RopeConfig):
         if self.n_kv_head:
             self.check_heads("n_head", "n_kv_head")
         self.check_rope(self.head_size)
-        self.check_one_of("hidden_act", *ACTIVATIONS)
         unknown = {*self.layer_types} - {WINDOWED, FULL}
         if self.layer_types and (unknown or len(self.layer_types) != self.n_layer):
             self.reject("layer_types", f"have {self.n_layer} times {WINDOWED!r} or {FULL!r}")

@@ -7,11 +7,12 @@ Shapes: B batch, T time, H heads, d features of a head, r <= d rotated features.
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.models.config import Flag, ModelConfig, Positive, Size
+from zerojax.models.config import Flag, ModelConfig, Positive, Size, one_of
 from zerojax.models.loss import widen
 
 Tables = tuple[jax.Array, jax.Array]
@@ -45,7 +46,7 @@ class RopeConfig(ModelConfig):
 
     rope_theta: Positive = 10000.0
     partial_rotary_factor: Positive = 1.0
-    rope_type: str = "default"
+    rope_type: Annotated[str, one_of(*TYPES)] = "default"
     rope_factor: Positive = 1.0
     original_size: Size | None = None
     low_freq_factor: float = 1.0
@@ -61,7 +62,6 @@ class RopeConfig(ModelConfig):
 
     def check_rope(self, head_size: int) -> None:
         """Rejects the config if its rotation of heads of that size is invalid."""
-        self.check_one_of("rope_type", *TYPES)
         rotated = self.rotated(head_size)
         if rotated % 2 or not 0 < rotated <= head_size:
             self.reject("partial_rotary_factor", f"rotate an even number of {head_size} features")

@@ -18,6 +18,7 @@ H num_heads, V vocab_size.
 import dataclasses
 import functools
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ import numpy as np
 from flax import linen as nn
 
 from zerojax.models.blocks import dense, embed, run_blocks
-from zerojax.models.config import Flag, Positive, Rate, Size, Sizes
+from zerojax.models.config import Flag, Positive, Rate, Size, Sizes, one_of
 from zerojax.models.encoder_decoder import Activation, Block, EncoderDecoder, EncoderDecoderConfig
 from zerojax.models.loss import widen
 
@@ -51,7 +52,7 @@ class T5Config(EncoderDecoderConfig):
     dropout_rate: Rate = 0.1
     layer_norm_epsilon: Positive = 1e-6
     initializer_factor: Positive = 1.0
-    feed_forward_proj: str = "relu"
+    feed_forward_proj: Annotated[str, one_of("relu", GATED)] = "relu"
     tie_word_embeddings: Flag = True  # the table of tokens computes the logits
     scale_decoder_outputs: Flag = True  # multiplies the decoder's output by D ** -0.5
     pad_token_id: int | None = 0
@@ -60,7 +61,6 @@ class T5Config(EncoderDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_of("feed_forward_proj", "relu", GATED)
         n, farthest = "relative_attention_num_buckets", self.relative_attention_max_distance
         if not 2 <= self.relative_attention_num_buckets // 2 < farthest:
             self.reject(

@@ -7,12 +7,10 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from zerojax.models.gpt import GPT
 from zerojax.models.hugging_face import bart, deberta, gpt2, llama
-from zerojax.models.llama import Llama
+from zerojax.models.hugging_face.folder import abstract
 from zerojax.trainer.run_folder import model_fields
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -62,11 +60,7 @@ def folder_of(values: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
 
 
 def leaves_of(module: ModuleType, config: Any) -> dict[str, tuple[int, ...]]:
-    """Of those whose `export_names` looks at the parameters."""
-    if module not in (gpt2, llama):
-        return {}
-    model: Any = GPT(config) if module is gpt2 else Llama(config)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    shapes = abstract(module.FORMAT.model(config), *module.FORMAT.inputs)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): x.shape
         for path, x in jax.tree_util.tree_leaves_with_path(shapes)

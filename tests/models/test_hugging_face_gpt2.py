@@ -114,13 +114,13 @@ def test_what_was_saved_is_loaded(config: GPTConfig, folder: pathlib.Path) -> No
     assert_same(load(folder.parent / "again", config), expected)
 
 
-def test_prefix_and_buffers_and_a_tied_head_are_known(folder: pathlib.Path) -> None:
+def test_no_prefix_and_buffers_and_a_tied_head_are_known(folder: pathlib.Path) -> None:
     def change(tensors: Arrays) -> None:
-        named = {f"transformer.{name}": value for name, value in tensors.items()}
+        named = {name.removeprefix("transformer."): value for name, value in tensors.items()}
         tensors.clear()
-        tensors |= named | {"lm_head.weight": named["transformer.wte.weight"]}
-        tensors["transformer.h.1.attn.bias"] = np.ones((1, 1, 32, 32), np.uint8)
-        tensors["transformer.h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
+        tensors |= named | {"lm_head.weight": named["wte.weight"]}
+        tensors["h.1.attn.bias"] = np.ones((1, 1, 32, 32), np.uint8)
+        tensors["h.1.attn.masked_bias"] = np.array(-1e4, np.float32)
 
     file = rewrite(folder, change)
     assert_same(load(file, TINY), init(TINY))
@@ -229,7 +229,7 @@ def test_a_model_of_another_size_is_refused(
 def test_what_like_and_dtype_must_be(folder: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="only the tree given has the parameter h/"):
         load(folder, TINY, like=init(SCANNED))
-    with pytest.raises(ValueError, match=r"dtype int32 of the parameter .* pass a float dtype"):
+    with pytest.raises(ValueError, match="int32: save floats, the only dtypes that are cast"):
         load(folder, TINY, dtype=jnp.int32)
 
 

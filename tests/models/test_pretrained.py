@@ -15,7 +15,7 @@ import zerojax
 from zerojax.models import from_folder
 from zerojax.models.deberta import SIZES, Deberta, DebertaClassifier, DebertaConfig
 from zerojax.models.hugging_face import deberta, gpt2
-from zerojax.models.hugging_face.architectures import ARCHITECTURES, find
+from zerojax.models.hugging_face.architectures import FORMATS, find
 from zerojax.models.hugging_face.folder import abstract
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -30,9 +30,9 @@ def filled(model: Any) -> Any:
 
 
 def test_every_format_is_found() -> None:
-    for name, architecture in ARCHITECTURES.items():
-        format = find({"model_type": architecture.model_type, "architectures": [name]})
-        assert format is architecture.load()
+    for format in FORMATS:
+        for model_type, name in format.architectures.items():
+            assert find({"model_type": model_type, "architectures": [name]}) is format
 
 
 @pytest.mark.slow

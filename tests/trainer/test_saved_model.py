@@ -89,7 +89,7 @@ def test_a_folder_is_written_as_it_was_read(source: Path, tmp_path: Path) -> Non
     assert index["weight_map"].keys() == original.keys()
     assert (out / "notes.txt").read_text() == "kept"
     table = load(out, config)["wpe"]["embedding"]
-    np.testing.assert_array_equal(table, 2 * original["wpe.weight"])
+    np.testing.assert_array_equal(table, 2 * original["transformer.wpe.weight"])
     assert {x.name for x in (tmp_path / "run").iterdir()} == {"model"}
 
 

@@ -43,11 +43,9 @@ def fused_attention(
       sliding_window: The number of positions that a position attends to, the last of them itself.
     """
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
-        return fused_causal_attention(
-            q, k, v, mask, window=sliding_window, implementation=implementation
-        )
-
+    attention = functools.partial(
+        fused_causal_attention, window=sliding_window, implementation=implementation
+    )
     per_device = zero.per_device(attention, sharded=_sharded_heads(zero, sharded))
     return lambda q, k, v, mask=None: per_device(q, k, v, mask)
 

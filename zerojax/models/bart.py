@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from zerojax.models.blocks import check_length, dense, embed, run_blocks
-from zerojax.models.config import Fields, Sizes
+from zerojax.models.config import Fields, Rate, Size, Sizes
 from zerojax.models.encoder_decoder import Activation, Block, EncoderDecoder, EncoderDecoderConfig
 from zerojax.models.loss import widen
 
@@ -33,36 +33,36 @@ LAYER_NORM_EPS = 1e-5
 class BartConfig(EncoderDecoderConfig):
     """Sizes and options of a BART by Hugging Face's names, or of a BlenderBot with `BLENDERBOT`."""
 
-    encoder_layers: int
-    decoder_layers: int
-    encoder_attention_heads: int
-    decoder_attention_heads: int
-    encoder_ffn_dim: int
-    decoder_ffn_dim: int
-    max_position_embeddings: int
+    encoder_layers: Size
+    decoder_layers: Size
+    encoder_attention_heads: Size
+    decoder_attention_heads: Size
+    encoder_ffn_dim: Size
+    decoder_ffn_dim: Size
+    max_position_embeddings: Size
     normalize_before: bool = False  # norms are at the start of each branch, not after the sum
     normalize_embedding: bool = True
     add_final_layer_norm: bool = False
     position_offset: int = 2  # unused rows at the start of the table of positions
     add_logits_bias: bool = False  # a bias that no gradient changes
     scale_embedding: bool = False  # multiplies token embeddings by sqrt(D)
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.0
+    dropout: Rate = 0.1
+    attention_dropout: Rate = 0.0
+    activation_dropout: Rate = 0.0
     init_std: float = 0.02
     pad_token_id: int = 1
     eos_token_id: int = 2
     decoder_start_token_id: int = 2
 
     def __post_init__(self) -> None:
-        self.check_sizes(
-            *("vocab_size", "d_model", "encoder_layers", "decoder_layers"),
-            *("encoder_attention_heads", "decoder_attention_heads"),
-            *("encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"),
-        )
+        super().__post_init__()
         self.check_heads("d_model", "encoder_attention_heads")
         self.check_heads("d_model", "decoder_attention_heads")
-        self.check_rates("dropout", "attention_dropout", "activation_dropout")
+
+    @property
+    def model_type(self) -> str:
+        """Hugging Face's name of the type, which the other options decide."""
+        return "blenderbot" if self.normalize_before else "bart"
 
     @property
     def norms_sums(self) -> bool:

@@ -14,13 +14,14 @@ Shapes: B batch, T time, D hidden_size, C num_labels, V vocab_size.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from zerojax.models.blocks import keys_mask, run_blocks
-from zerojax.models.config import Sizes
+from zerojax.models.config import Rate, Size, Sizes, one_of
 from zerojax.models.encoder import (
     ACTIVATIONS,
     Block,
@@ -42,17 +43,10 @@ class BertConfig(EncoderConfig):
     a row has at most `max_position_embeddings - pad_token_id - 1` tokens.
     """
 
-    model_type: str = "bert"
-    type_vocab_size: int = 2
+    model_type: Annotated[str, one_of("bert", "roberta")] = "bert"
+    type_vocab_size: Size = 2
     pad_token_id: int = 0
-    classifier_dropout: float | None = None  # None: hidden_dropout_prob
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_one_of("model_type", "bert", "roberta")
-        self.check_sizes("type_vocab_size")
-        if self.classifier_dropout is not None:
-            self.check_rates("classifier_dropout")
+    classifier_dropout: Rate | None = None  # None: hidden_dropout_prob
 
     @property
     def block_size(self) -> int:

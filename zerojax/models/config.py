@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 from jax.typing import DTypeLike
 
@@ -12,9 +13,36 @@ Fields = dict[str, Any]
 """Keyword arguments of a config."""
 
 
+class Bound(NamedTuple):
+    """A requirement of a config's field, as the metadata of the type that annotates it."""
+
+    requirement: str
+    holds: Callable[[Any], bool]
+
+
+Size = Annotated[int, Bound("be a positive int", lambda x: type(x) is int and x >= 1)]
+Rate = Annotated[float, Bound("be in [0, 1)", lambda x: type(x) in (int, float) and 0 <= x < 1)]
+"""A dropout rate."""
+
+Positive = Annotated[
+    float,
+    Bound("be a positive number", lambda x: type(x) in (int, float) and 0 < x < math.inf),
+]
+Flag = Annotated[bool, Bound("be True or False", lambda x: isinstance(x, bool))]
+Remat = Annotated[
+    bool | str,
+    Bound("be True or False", lambda x: isinstance(x, bool) or bool(remat_policy(x))),
+]
+
+
+def one_of(*known: object) -> Bound:
+    """Returns the requirement to be one of some values."""
+    return Bound(f"be {' or '.join(map(repr, known))}", known.__contains__)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Options of every model.
+    """Options of every model; types such as `Size` say which values of a field are rejected.
 
     Attributes:
       scan: Whether the blocks' parameters are stacked into `[L, ...]` leaves, so that one block is
@@ -25,61 +53,30 @@ class ModelConfig:
         parameters computes in bf16. The statistics of norms, the softmax, the logits and the loss
         are always in fp32.
       hugging_face: Other contents of a Hugging Face folder's files, as JSON, to write them back.
+      computed: Properties with the numbers that None stands for, by field.
     """
 
-    scan: bool = False
-    remat: bool | str = False
+    scan: Flag = False
+    remat: Remat = False
     dtype: DTypeLike | None = None
     hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
 
-    def check_sizes(self, *names: str) -> None:
-        """Rejects the config if a named field is not a positive int."""
-        for name in names:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                self.reject(name, "be a positive int")
+    computed: ClassVar[Mapping[str, str]] = {}
 
-    def check_optional_sizes(self, *names: str) -> None:
-        """Rejects the config if a named field is neither None nor a positive int."""
-        self.check_sizes(*(name for name in names if getattr(self, name) is not None))
-
-    def check_rates(self, *names: str) -> None:
-        """Rejects the config if a named field is not a dropout rate in [0, 1)."""
-        for name in names:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-                self.reject(name, "be in [0, 1)")
-
-    def check_positive(self, *names: str) -> None:
-        """Rejects the config if a named field is not a positive number."""
-        for name in names:
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 < value < math.inf:
-                self.reject(name, "be a positive number")
-
-    def check_flags(self, *names: str) -> None:
-        """Rejects the config if a named field is neither True nor False."""
-        for name in names:
-            if not isinstance(getattr(self, name), bool):
-                self.reject(name, "be True or False")
-
-    def check_remat(self) -> None:
-        """Rejects the config if `remat` is neither a bool nor the name of a policy."""
-        if not isinstance(self.remat, str):
-            self.check_flags("remat")
-        else:
-            remat_policy(self.remat)
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self), include_extras=True).items():
+            options = (kind, *get_args(kind))  # of a union, such as `Size | None`
+            bounds = [bound for x in options for bound in getattr(x, "__metadata__", ())]
+            if getattr(self, name, None) is None and type(None) in options:
+                continue
+            for bound in bounds:
+                if not bound.holds(getattr(self, name)):
+                    self.reject(name, bound.requirement)
 
     def check_heads(self, width: str, heads: str) -> None:
         """Rejects the config if its width is not a multiple of its number of heads."""
         if getattr(self, width) % getattr(self, heads):
             self.reject(width, f"be a multiple of {heads} = {getattr(self, heads)}")
-
-    def check_one_of(self, name: str, *known: object) -> None:
-        """Rejects the config if the named field is not a known value."""
-        if getattr(self, name) not in known:
-            self.reject(name, f"be {' or '.join(map(repr, known))}")
 
     def reject(self, name: str, requirement: str) -> None:
         """Raises ValueError that names a field, its value and what it must be or have."""

@@ -18,6 +18,7 @@ S the span of distances.
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ import numpy as np
 from flax import linen as nn
 
 from zerojax.models.blocks import attend, keys_mask, run_blocks, split_heads
-from zerojax.models.config import Sizes
+from zerojax.models.config import Sizes, one_of
 from zerojax.models.encoder import (
     ACTIVATIONS,
     Block,
@@ -51,21 +52,20 @@ class DebertaConfig(EncoderConfig):
     model_type: str = "deberta-v2"
     max_relative_positions: int = -1  # below 1: max_position_embeddings
     position_buckets: int = 256  # below 1: a bucket for each distance
-    pos_att_type: tuple[str, ...] = ("c2p", "p2c")  # empty: no relative positions
+    pos_att_type: Annotated[
+        tuple[str, ...], one_of((), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))
+    ] = ("c2p", "p2c")  # empty: no relative positions
     share_att_key: bool = True  # positions use the content's projections
-    norm_rel_ebd: str = "layer_norm"  # or "none"
+    norm_rel_ebd: Annotated[str, one_of("layer_norm", "none")] = "layer_norm"
     position_biased_input: bool = False  # adds absolute positions
     conv_kernel_size: int = 0
-    conv_act: str = "gelu"
+    conv_act: Annotated[str, one_of("gelu", "tanh")] = "gelu"
     layer_norm_eps: float = 1e-7
 
     zeros_padding = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_one_of("norm_rel_ebd", "layer_norm", "none")
-        self.check_one_of("conv_act", "gelu", "tanh")
-        self.check_one_of("pos_att_type", (), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))
         if self.conv_kernel_size and self.conv_kernel_size % 2 == 0:
             self.reject("conv_kernel_size", "be odd, or 0 for no convolution")
 

@@ -14,7 +14,7 @@ from flax import linen as nn
 
 from zerojax.models import blocks
 from zerojax.models.blocks import attend, check_length, split_heads
-from zerojax.models.config import ModelConfig
+from zerojax.models.config import ModelConfig, Rate, Size
 from zerojax.models.loss import widen
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -32,28 +32,24 @@ class EncoderConfig(ModelConfig):
     """
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    intermediate_size: Size
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    num_labels: int = 2
-    max_position_embeddings: int = 512
+    hidden_dropout_prob: Rate = 0.1
+    attention_probs_dropout_prob: Rate = 0.1
+    num_labels: Size = 2
+    max_position_embeddings: Size = 512
     type_vocab_size: int = 0
 
     zeros_padding: ClassVar = False
 
     def __post_init__(self) -> None:
-        self.check_sizes(
-            *("hidden_size", "num_hidden_layers", "num_attention_heads"),
-            *("intermediate_size", "num_labels", "vocab_size", "max_position_embeddings"),
-        )
+        super().__post_init__()
         self.check_heads("hidden_size", "num_attention_heads")
-        self.check_rates("hidden_dropout_prob", "attention_probs_dropout_prob")
 
     @property
     def adds_positions(self) -> bool:

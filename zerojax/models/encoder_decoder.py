@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from zerojax.models.blocks import attend, keys_mask, split_heads
 from zerojax.models.cache import attend_cached, check_memory, remembered, visible
-from zerojax.models.config import ModelConfig
+from zerojax.models.config import ModelConfig, Size
 from zerojax.models.loss import logits_or_losses
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -37,8 +37,8 @@ class EncoderDecoderConfig(ModelConfig):
         module of an attention, and an MLP has none.
     """
 
-    vocab_size: int
-    d_model: int
+    vocab_size: Size
+    d_model: Size
 
     branches: ClassVar = ("self_attn", "encoder_attn", "final")
     projections: ClassVar = ("q_proj", "k_proj", "v_proj", "out_proj")

@@ -7,6 +7,7 @@ device's rows (`docs/mixture-of-experts.md`).
 Shapes: B batch, T time, D features, F features of an expert, E experts, K experts of a token.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -54,11 +55,7 @@ class Experts(nn.Module):
         ]
         x, *kernels = nn.dtypes.promote_dtype(x, *kernels, dtype=self.dtype)
 
-        def run(
-            x: jax.Array, chosen: jax.Array, weights: jax.Array, *kernels: jax.Array
-        ) -> jax.Array:
-            return mix(x, chosen, weights, *kernels, activation=self.activation)
-
+        run = functools.partial(mix, activation=self.activation)
         if self.per_device and not self.is_initializing():
             return self.per_device(run, replicated=[3, 4, 5])(x, chosen, weights, *kernels)
         return run(x, chosen, weights, *kernels)

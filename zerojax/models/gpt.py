@@ -38,7 +38,7 @@ from zerojax.models.blocks import (
     with_mask,
 )
 from zerojax.models.cache import attend_cached, check_cached
-from zerojax.models.config import ModelConfig, Sizes
+from zerojax.models.config import ModelConfig, Rate, Size, Sizes
 from zerojax.models.kernels import Kernels, add_and_normalize, normalize
 from zerojax.models.layout import Layout
 from zerojax.models.loss import logits_or_losses
@@ -58,21 +58,19 @@ class GPTConfig(ModelConfig):
     `pad_token_id` is for that head.
     """
 
-    vocab_size: int
-    block_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float = 0.0
-    mlp_chunks: int | None = None
-    num_labels: int | None = None
+    vocab_size: Size
+    block_size: Size
+    n_layer: Size
+    n_head: Size
+    n_embd: Size
+    dropout: Rate = 0.0
+    mlp_chunks: Size | None = None
+    num_labels: Size | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        self.check_sizes("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-        self.check_optional_sizes("mlp_chunks", "num_labels")
+        super().__post_init__()
         self.check_heads("n_embd", "n_head")
-        self.check_rates("dropout")
 
     @property
     def residual_std(self) -> float:

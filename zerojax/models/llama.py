@@ -20,6 +20,7 @@ C num_labels, L n_layer.
 import dataclasses
 import math
 from functools import partial
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ from zerojax.models.blocks import (
     with_mask,
 )
 from zerojax.models.cache import attend_cached, check_cached
-from zerojax.models.config import Fields, Sizes
+from zerojax.models.config import Fields, Flag, Positive, Size, Sizes, one_of
 from zerojax.models.experts import Activation, Experts, PerDevice
 from zerojax.models.layout import Layout
 from zerojax.models.loss import logits_or_losses, widen
@@ -71,43 +72,41 @@ class LlamaConfig(RopeConfig):
     (64, 8, 128)
     """
 
-    vocab_size: int
-    block_size: int  # max_position_embeddings
-    n_layer: int  # num_hidden_layers
-    n_head: int  # num_attention_heads
-    n_embd: int  # hidden_size
-    n_inner: int  # intermediate_size
-    n_kv_head: int | None = None  # num_key_value_heads
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    mlp_chunks: int | None = None
-    loss_chunks: int | None = None
+    vocab_size: Size
+    block_size: Size  # max_position_embeddings
+    n_layer: Size  # num_hidden_layers
+    n_head: Size  # num_attention_heads
+    n_embd: Size  # hidden_size
+    n_inner: Size  # intermediate_size
+    n_kv_head: Size | None = None  # num_key_value_heads
+    rms_norm_eps: Positive = 1e-6
+    tie_word_embeddings: Flag = False
+    mlp_chunks: Size | None = None
+    loss_chunks: Size | None = None
     model_type: str = "llama"  # which decides the tensors of a Hugging Face folder
-    head_dim: int | None = None  # of a head, where it is not n_embd / n_head
-    hidden_act: str = "silu"
-    qkv_bias: bool = False
-    output_bias: bool = False  # of the attention's last product
-    mlp_bias: bool = False
-    qk_norm: bool = False  # an RMSNorm of each query and key head
-    sliding_window: int | None = None  # positions to which a position attends, itself included
+    head_dim: Size | None = None  # of a head, where it is not n_embd / n_head
+    hidden_act: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
+    qkv_bias: Flag = False
+    output_bias: Flag = False  # of the attention's last product
+    mlp_bias: Flag = False
+    qk_norm: Flag = False  # an RMSNorm of each query and key head
+    sliding_window: Size | None = None  # positions to which a position attends, itself included
     layer_types: tuple[str, ...] = ()  # of each layer, if the window is not that of all layers
-    query_pre_attn_scalar: float | None = None  # its root divides the scores, not that of d
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    scaled_embedding: bool = False  # times sqrt(n_embd)
-    unit_offset: bool = False  # RMSNorm multiplies by 1 + scale
-    post_norms: bool = False  # attention and MLP have a norm at their end too
-    num_local_experts: int | None = None
+    query_pre_attn_scalar: Positive | None = None  # its root divides the scores, not that of d
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    scaled_embedding: Flag = False  # times sqrt(n_embd)
+    unit_offset: Flag = False  # RMSNorm multiplies by 1 + scale
+    post_norms: Flag = False  # attention and MLP have a norm at their end too
+    num_local_experts: Size | None = None
     num_experts_per_tok: int = 2
-    num_labels: int | None = None  # a head for classes of rows in place of the LM head
+    num_labels: Size | None = None  # a head for classes of rows in place of the LM head
     pad_token_id: int | None = None  # for that head
 
+    computed: ClassVar = {"n_kv_head": "kv_heads", "head_dim": "head_size"}
+
     def __post_init__(self) -> None:
-        self.check_sizes("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner")
-        self.check_optional_sizes(
-            "n_kv_head", "mlp_chunks", "loss_chunks", "head_dim", "sliding_window",
-            "num_local_experts", "num_labels",
-        )  # fmt: skip
+        super().__post_init__()
         if self.head_dim is None and self.n_embd % (2 * self.n_head):
             even = (
                 f"be a multiple of {2 * self.n_head}, for n_head = {self.n_head} heads of even size"
@@ -115,16 +114,7 @@ class LlamaConfig(RopeConfig):
             self.reject("n_embd", even)
         if self.n_kv_head:
             self.check_heads("n_head", "n_kv_head")
-        self.check_positive("rms_norm_eps")
         self.check_rope(self.head_size)
-        self.check_one_of("hidden_act", *ACTIVATIONS)
-        self.check_flags(
-            "tie_word_embeddings", "scan", "qkv_bias", "output_bias", "mlp_bias", "qk_norm",
-            "scaled_embedding", "unit_offset", "post_norms",
-        )  # fmt: skip
-        self.check_remat()
-        optional = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-        self.check_positive(*(name for name in optional if getattr(self, name) is not None))
         unknown = {*self.layer_types} - {WINDOWED, FULL}
         if self.layer_types and (unknown or len(self.layer_types) != self.n_layer):
             self.reject("layer_types", f"have {self.n_layer} times {WINDOWED!r} or {FULL!r}")

@@ -37,6 +37,8 @@ def call(
 ) -> PyTree:
     """Calls ``model(**fields)`` with the fields of the batch that its ``__call__`` names.
 
+    The ``input_ids`` are also passed as ``tokens``, the name of zerojax's decoders.
+
     A linen model's ``deterministic``, ``train`` or ``training`` is set according to whether dropout
     has a key, which it has in training only.
 
@@ -48,6 +50,8 @@ def call(
     names = [*parameters][1:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         names = [*names, *batch]
+    if "input_ids" in batch:
+        batch = {"tokens": batch["input_ids"], **batch}
     fields = {k: v for k, v in batch.items() if k in names and k not in without}
     missing = [
         name
@@ -87,14 +91,13 @@ def causal_lm_loss(
 ) -> dict[str, PyTree]:
     """Returns the mean cross-entropy of the next tokens, in nats; labels of -100 do not count.
 
-    The model returns logits [B, T, V] from ``input_ids`` [B, T] (also passed as ``tokens``) or the
-    other fields that its ``__call__`` names. This function shifts ``labels`` [B, T] by one token,
+    The model returns logits [B, T, V] from ``input_ids`` [B, T] or the other fields that its
+    ``__call__`` names. This function shifts ``labels`` [B, T] by one token,
     as transformers does; by default the labels are the ``input_ids`` where ``attention_mask`` is
     not 0. These count the first token after padding on the left too, as transformers' collators do.
     """
     inputs = batch["input_ids"]
-    fields = {**batch, "tokens": inputs} if "tokens" not in batch else batch
-    logits = call(model, fields, without=("labels",))
+    logits = call(model, batch, without=("labels",))
     if (labels := batch.get("labels")) is None:
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape != inputs.shape:
@@ -158,6 +161,12 @@ def classification_loss(
     if "labels" not in batch:
         return {"logits": logits}
     labels = batch["labels"]
+    about = carried(getattr(model, "config", None))
+    if logits.shape[-1] == 1 or about.get("problem_type") == "regression":
+        raise ValueError(
+            "num_labels = 1, or problem_type = 'regression', is a regression: pass a loss of yours "
+            "to the Trainer, or num_labels=2 to from_folder"
+        )
     if labels.shape != logits.shape:
         return {"loss": label_losses(logits, labels, label_smoothing), "logits": logits}
     if not jnp.issubdtype(labels.dtype, jnp.floating) or label_smoothing:
@@ -165,9 +174,6 @@ def classification_loss(
             f"labels are {labels.dtype}{[*labels.shape]}, as the logits: pass several labels a row "
             "as floats, astype('float32'), and without label_smoothing_factor"
         )
-    about = carried(getattr(model, "config", None))
-    if logits.shape[-1] == 1 or about.get("problem_type") == "regression":
-        raise ValueError(REGRESSION)
     wide, labels = widen(logits), widen(labels)
     losses = -labels * jax.nn.log_sigmoid(wide) - (1 - labels) * jax.nn.log_sigmoid(-wide)
     return {"loss": (losses, jnp.ones_like(losses)), "logits": logits}
@@ -179,22 +185,7 @@ REGRESSION = (
 )
 
 
-def row_classification_loss(
-    model: Callable[..., jax.Array], batch: Batch, *, label_smoothing: float = 0.0
-) -> dict[str, PyTree]:
-    """Returns `classification_loss` of a decoder, whose tokens are the `input_ids` [B, T].
-
-    Raises:
-      ValueError: The model has a single label, which transformers trains by another loss.
-    """
-    fields = {**batch, "tokens": batch["input_ids"]}
-    result = classification_loss(model, fields, label_smoothing=label_smoothing)
-    if result["logits"].shape[-1] == 1:
-        raise ValueError(REGRESSION)
-    return result
-
-
-READY = (causal_lm_loss, seq2seq_loss, classification_loss, row_classification_loss)
+READY = (causal_lm_loss, seq2seq_loss, classification_loss)
 """The loss functions of this module."""
 
 

@@ -7,11 +7,12 @@ Shapes: B batch, T time, H heads, d features of a head, r <= d rotated features.
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.models.config import ModelConfig
+from zerojax.models.config import Flag, ModelConfig, Positive, Size, one_of
 from zerojax.models.loss import widen
 
 Tables = tuple[jax.Array, jax.Array]
@@ -43,30 +44,24 @@ class RopeConfig(ModelConfig):
         `attention_factor`, in its numerator and denominator.
     """
 
-    rope_theta: float = 10000.0
-    partial_rotary_factor: float = 1.0
-    rope_type: str = "default"
-    rope_factor: float = 1.0
-    original_size: int | None = None
+    rope_theta: Positive = 10000.0
+    partial_rotary_factor: Positive = 1.0
+    rope_type: Annotated[str, one_of(*TYPES)] = "default"
+    rope_factor: Positive = 1.0
+    original_size: Size | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: Flag = True
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
     def check_rope(self, head_size: int) -> None:
         """Rejects the config if its rotation of heads of that size is invalid."""
-        self.check_positive(
-            "rope_theta", "rope_factor", "partial_rotary_factor", "beta_fast", "beta_slow"
-        )
-        self.check_flags("truncate")
-        self.check_one_of("rope_type", *TYPES)
-        self.check_optional_sizes("original_size")
         rotated = self.rotated(head_size)
         if rotated % 2 or not 0 < rotated <= head_size:
             self.reject("partial_rotary_factor", f"rotate an even number of {head_size} features")

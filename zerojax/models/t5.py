@@ -18,6 +18,7 @@ H num_heads, V vocab_size.
 import dataclasses
 import functools
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ import numpy as np
 from flax import linen as nn
 
 from zerojax.models.blocks import dense, embed, run_blocks
-from zerojax.models.config import Sizes
+from zerojax.models.config import Flag, Positive, Rate, Size, Sizes, one_of
 from zerojax.models.encoder_decoder import Activation, Block, EncoderDecoder, EncoderDecoderConfig
 from zerojax.models.loss import widen
 
@@ -41,32 +42,25 @@ class T5Config(EncoderDecoderConfig):
     scales_scores = False
     norms_inside = True
 
-    d_kv: int  # features of a head
-    d_ff: int
-    num_layers: int  # of the encoder
-    num_decoder_layers: int
-    num_heads: int
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
-    dropout_rate: float = 0.1
-    layer_norm_epsilon: float = 1e-6
-    initializer_factor: float = 1.0
-    feed_forward_proj: str = "relu"
-    tie_word_embeddings: bool = True  # the table of tokens computes the logits
-    scale_decoder_outputs: bool = True  # multiplies the decoder's output by D ** -0.5
+    d_kv: Size  # features of a head
+    d_ff: Size
+    num_layers: Size  # of the encoder
+    num_decoder_layers: Size
+    num_heads: Size
+    relative_attention_num_buckets: Size = 32
+    relative_attention_max_distance: Size = 128
+    dropout_rate: Rate = 0.1
+    layer_norm_epsilon: Positive = 1e-6
+    initializer_factor: Positive = 1.0
+    feed_forward_proj: Annotated[str, one_of("relu", GATED)] = "relu"
+    tie_word_embeddings: Flag = True  # the table of tokens computes the logits
+    scale_decoder_outputs: Flag = True  # multiplies the decoder's output by D ** -0.5
     pad_token_id: int | None = 0
     eos_token_id: int | None = 1
     decoder_start_token_id: int | None = 0
 
     def __post_init__(self) -> None:
-        self.check_sizes(
-            *("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers"),
-            *("num_heads", "relative_attention_num_buckets", "relative_attention_max_distance"),
-        )
-        self.check_rates("dropout_rate")
-        self.check_positive("layer_norm_epsilon", "initializer_factor")
-        self.check_one_of("feed_forward_proj", "relu", GATED)
-        self.check_flags("tie_word_embeddings", "scale_decoder_outputs")
+        super().__post_init__()
         n, farthest = "relative_attention_num_buckets", self.relative_attention_max_distance
         if not 2 <= self.relative_attention_num_buckets // 2 < farthest:
             self.reject(

@@ -69,41 +69,26 @@ def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None
       ValueError: A line does not have two known symbols, or ids exceed the model's vocabulary.
     """
     library, file = _library(), Path(merges)
-    lines = file.read_text(encoding="utf-8").splitlines()
-    first = 1 if lines and lines[0].startswith("#version") else 0
-    pairs, tokens = [], byte_symbols()
-    known = set(tokens)
-    for number, line in enumerate(lines[first:], first + 1):
+    byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens = dict.fromkeys(sorted(byte_level.alphabet()))  # as GPT-2 numbers the bytes
+    pairs = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         pair = tuple(line.split(" "))
-        if not line:
+        if not line or (number == 1 and line.startswith("#version")):
             continue
-        if len(pair) != 2 or not known >= set(pair):
+        if len(pair) != 2 or not tokens.keys() >= {*pair}:
             raise ValueError(
                 f"{file}:{number}: {line!r} does not merge two symbols of earlier lines: pass the "
                 "complete vocab.bpe or merges.txt of a GPT-2"
             )
         pairs.append(pair)
-        tokens.append("".join(pair))
-        known.add(tokens[-1])
+        tokens["".join(pair)] = None
     vocabulary = {token: i for i, token in enumerate([*tokens, END_OF_TEXT])}
     tokenizer = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = library.decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     return _checked(tokenizer, vocab_size, str(file))
-
-
-def byte_symbols() -> list[str]:
-    """Returns a visible character for each byte; bytes that are visible themselves come first.
-
-    >>> symbols = byte_symbols()
-    >>> len(set(symbols)), symbols[0], symbols[188], symbols[220]       # bytes 33, 0 and 32
-    (256, '!', 'Ā', 'Ġ')
-    """
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
-    visible += range(ord("®"), ord("ÿ") + 1)
-    others = 256 - len(visible)
-    return [chr(byte) for byte in visible] + [chr(256 + i) for i in range(others)]
 
 
 def _checked(tokenizer: Tokenizer, vocab_size: int | None, source: str) -> Tokenizer:

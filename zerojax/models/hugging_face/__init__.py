@@ -3,8 +3,8 @@
 Start with ``pretrained``, whose ``from_folder`` finds a folder's model in the table of
 ``architectures``. In reading order:
 
-- ``folder``: a :class:`zerojax.models.hugging_face.folder.Format` describes a model type, or a
-  ``LanguageModel`` with ``load`` and ``save``. ``config_file``, ``module_names``: for all types.
+- ``config_file``, ``folder``: a :class:`zerojax.models.hugging_face.folder.Format` is a model of
+  transformers as data, and reads and writes its folders. ``module_names``: for all types.
 - ``gpt2``. ``family``, ``rope_keys`` and ``decoders``: Llama and the types that differ from it in
   options. ``llama``: its functions for arrays in memory.
 - ``bart``, ``t5``, ``deberta``, ``bert``.

@@ -6,52 +6,19 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
+from zerojax.models.hugging_face import bart, bert, deberta, decoders, gpt2, t5
 from zerojax.models.hugging_face.config_file import Json
 from zerojax.models.hugging_face.folder import Format
 
 DOCS = 'docs/models.md, "Bring your own model"'
 
-
-class Architecture(NamedTuple):
-    """A model's class in transformers.
-
-    Attributes:
-      model_type: The key `model_type` of its `config.json`.
-      format: The module of `zerojax.models.hugging_face` and the name of its `Format`, as
-        "module:NAME"; the module is imported when the model is used.
-    """
-
-    model_type: str
-    format: str
-
-    def load(self) -> Format[Any]:
-        """Imports the format."""
-        module, name = self.format.split(":")
-        found: Format[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-        return found
-
-
-# The first class of a model type is used for a `config.json` without `architectures`.
-ARCHITECTURES: dict[str, Architecture] = {
-    "GPT2LMHeadModel": Architecture("gpt2", "gpt2:FORMAT"),
-    "GPT2ForSequenceClassification": Architecture("gpt2", "gpt2:CLASSIFIER"),
-    **{
-        f"{prefix}For{head}": Architecture(prefix.lower(), f"decoders:{prefix.upper()}{suffix}")
-        for prefix in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Mixtral")
-        for head, suffix in (("CausalLM", ""), ("SequenceClassification", "_CLASSIFIER"))
-    },
-    "DebertaV2ForSequenceClassification": Architecture("deberta-v2", "deberta:FORMAT"),
-    "BartForConditionalGeneration": Architecture("bart", "bart:FORMAT"),
-    "BlenderbotForConditionalGeneration": Architecture("blenderbot", "bart:FORMAT"),
-    "BertForMaskedLM": Architecture("bert", "bert:MASKED_LM"),
-    "BertForSequenceClassification": Architecture("bert", "bert:CLASSIFIER"),
-    "RobertaForMaskedLM": Architecture("roberta", "bert:MASKED_LM"),
-    "RobertaForSequenceClassification": Architecture("roberta", "bert:CLASSIFIER"),
-    "T5ForConditionalGeneration": Architecture("t5", "t5:FORMAT"),
-}
+FORMATS: tuple[Format[Any], ...] = (
+    gpt2.FORMAT, gpt2.CLASSIFIER, *decoders.FORMATS, deberta.FORMAT, bart.FORMAT,
+    bert.MASKED_LM, bert.CLASSIFIER, t5.FORMAT,
+)  # fmt: skip
+"""The first format of a model type is used for a `config.json` without `architectures`."""
 
 
 def find(values: Json, architecture: str | None = None) -> Format[Any]:
@@ -66,9 +33,11 @@ def find(values: Json, architecture: str | None = None) -> Format[Any]:
       ValueError: zerojax has no such model; the message names those that it has.
     """
     model_type = values.get("model_type")
-    known = {name: each for name, each in ARCHITECTURES.items() if each.model_type == model_type}
+    known = {
+        x.architectures[kind]: x for x in FORMATS for kind in x.architectures if kind == model_type
+    }
     if not known:
-        types = dict.fromkeys(each.model_type for each in ARCHITECTURES.values())
+        types = dict.fromkeys(kind for each in FORMATS for kind in each.architectures)
         raise ValueError(
             f"model_type = {model_type!r} is not supported: zerojax has {', '.join(types)}; for "
             f"another model see {DOCS}"
@@ -76,7 +45,7 @@ def find(values: Json, architecture: str | None = None) -> Format[Any]:
     named = [architecture] if architecture else values.get("architectures") or [*known][:1]
     for name in named:
         if name in known:
-            return known[name].load()
+            return known[name]
     raise ValueError(
         f"{' and '.join(named)} of model_type {model_type!r} is not supported: zerojax has "
         f"{', '.join(known)}. Load one with from_folder(..., "
@@ -90,9 +59,8 @@ def formats_of(config: object) -> list[Format[Any]]:
 
     >>> from zerojax.models.gpt import GPTConfig
     >>> config = GPTConfig(vocab_size=8, block_size=8, n_layer=1, n_head=1, n_embd=8)
-    >>> formats_of(config)[0].stack
-    'h'
+    >>> [each.model.__name__ for each in formats_of(config)]
+    ['GPT', 'GPT']
     """
-    kind = getattr(config, "model_type", None)
-    loaded = [each.load() for each in ARCHITECTURES.values() if kind in (None, each.model_type)]
-    return [each for each in loaded if type(config) is each.config]
+    known = [each for each in FORMATS if type(config) is each.config]
+    return [x for x in known if getattr(config, "model_type", None) in (None, *x.architectures)]

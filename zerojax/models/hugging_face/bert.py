@@ -1,34 +1,18 @@
 """Hugging Face's `bert` and `roberta`: their `config.json` and tensor names.
 
->>> config = config_from_hf({"model_type": "roberta", "hidden_size": 64, "num_attention_heads": 4})
+>>> config = MASKED_LM.from_hf({"model_type": "roberta", "hidden_size": 24})
 >>> config.num_hidden_layers, config.pad_token_id        # as in RobertaConfig if a key is missing
 (12, 1)
 """
 
-from functools import partial
+import dataclasses
 
 from zerojax.models.bert import SIZES, BertClassifier, BertConfig, BertMaskedLM
-from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
 from zerojax.models.hugging_face.folder import Format
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.losses import classification_loss
 from zerojax.weights import Names, Tensor
-
-# Values that zerojax.models.bert supports; the first of each is transformers' default.
-SUPPORTED: Supported = {
-    "model_type": ("bert", "roberta"),
-    "hidden_act": ("gelu",),
-    "position_embedding_type": ("absolute",),
-    "is_decoder": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}
-
-KEYS = config_file.same_keys(BertConfig, SIZES["bert-base"])
-_ROBERTA: Fields = dict(model_type="roberta", vocab_size=50265, pad_token_id=1)
-"""transformers' defaults of a RoBERTa that differ from those of a BERT."""
 
 # The heads' tensors, by model type: the dense layer, the norm and the bias of masked tokens, and
 # the two layers of the classifier.
@@ -97,48 +81,34 @@ def _dense(path: str, tensor: str) -> dict[str, Tensor]:
     }
 
 
-def config_from_hf(values: Json) -> BertConfig:
-    """Converts a `config.json` to a `BertConfig`; its other keys are written back.
-
-    Raises:
-      ValueError: The file has a value that `zerojax.models.bert` does not support.
-    """
-    check_supported(values, SUPPORTED, "zerojax.models.bert")
-    defaults = _ROBERTA if values.get("model_type") == "roberta" else {}
-    sizes = defaults | dict(values)
-    sizes["num_labels"] = config_file.labels(sizes)
-    return BertConfig(**config_file.from_keys(KEYS, sizes), hugging_face=config_file.kept(values))
-
-
-def config_to_hf(head: str, config: BertConfig) -> Json:
-    """Returns the `config.json` for transformers, with the other keys of the original file.
-
-    Args:
-      head: The end of the class's name, such as "ForMaskedLM".
-      config: The config.
-    """
-    return {
-        **{key: supported[0] for key, supported in SUPPORTED.items()},
-        **config_file.with_labels(config_file.carried(config), config.num_labels),
-        "architectures": [config.model_type.capitalize() + head],
-        **config_file.to_keys(KEYS, config),
-    }
-
-
 CLASSIFIER = Format(
-    BertConfig,
-    config_from_hf,
-    partial(config_to_hf, "ForSequenceClassification"),
-    classifier_names,
+    config=BertConfig,
+    architectures={
+        "bert": "BertForSequenceClassification",
+        "roberta": "RobertaForSequenceClassification",
+    },
+    kinds={
+        "bert": {},
+        "roberta": {"model_type": "roberta", "vocab_size": 50265, "pad_token_id": 1},
+    },
+    keys=config_file.same_keys(BertConfig, SIZES["bert-base"]),
+    supported={
+        "hidden_act": ("gelu",),
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    },
+    has_labels=True,
+    names=classifier_names,
     model=BertClassifier,
     loss=classification_loss,
     head=("pooler/{rest:path}", "classifier/{rest:path}"),
 )
-MASKED_LM = Format(
-    BertConfig,
-    config_from_hf,
-    partial(config_to_hf, "ForMaskedLM"),
-    masked_lm_names,
+MASKED_LM = dataclasses.replace(
+    CLASSIFIER,
+    architectures={"bert": "BertForMaskedLM", "roberta": "RobertaForMaskedLM"},
+    names=masked_lm_names,
     model=BertMaskedLM,
-    loss=classification_loss,
+    head=(),
 )

@@ -4,12 +4,12 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from zerojax.models.config import Fields, ModelConfig
 from zerojax.weights.reader import read_json
-from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE, json_text
+from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE
 
 Json = dict[str, Any]
 """The content of a JSON file."""
@@ -43,16 +43,6 @@ def same_keys(config: type[ModelConfig], defaults: Fields) -> Keys:
     ]
 
 
-def from_keys(keys: Keys, values: Json) -> Fields:
-    """Returns the fields of a config from the values of a `config.json`."""
-    return {field: values.get(key, default) for field, key, default in keys}
-
-
-def to_keys(keys: Keys, config: ModelConfig) -> Json:
-    """Returns the values for a `config.json` from a config."""
-    return {key: getattr(config, field) for field, key, _ in keys}
-
-
 def check_supported(values: Json, supported: Supported, module: str) -> None:
     """Rejects values of a `config.json` that a model does not support.
 
@@ -77,14 +67,13 @@ def check_supported(values: Json, supported: Supported, module: str) -> None:
             )
 
 
-def kept(values: Json, without: Collection[str] = ()) -> str:
+def kept(values: Json) -> str:
     """Returns the keys of a `config.json` as text for a config's field `hugging_face`.
 
     >>> kept({"eos_token_id": 5, "torch_dtype": "float16"})
     '{"config.json": {"eos_token_id": 5}}'
     """
-    remaining = {k: v for k, v in values.items() if k not in (*_OF_FILES, *without)}
-    return json.dumps({CONFIG_FILE: remaining})
+    return json.dumps({CONFIG_FILE: {k: v for k, v in values.items() if k not in _OF_FILES}})
 
 
 def carried(config: object, file: str = CONFIG_FILE) -> Json:
@@ -110,6 +99,7 @@ def with_labels(values: Json, count: int | None) -> Json:
     >>> with_labels({"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}, 3)
     {'num_labels': 3}
     """
+    values = {k: x for k, x in values.items() if k != "num_labels"}
     if count in (None, len(values.get("id2label") or ())):
         return values
     return {k: x for k, x in values.items() if k not in ("id2label", "label2id")} | {
@@ -117,16 +107,91 @@ def with_labels(values: Json, count: int | None) -> Json:
     }
 
 
-def texts(config: ModelConfig, about: Json) -> dict[str, str]:
-    """Returns the texts of the JSON files in a model's folder, by name.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigFormat(Generic[Config]):
+    """The `config.json` of some model types: rows of keys, and functions for what is no row.
 
-    Args:
-      config: A model's config.
-      about: The content of its `config.json`.
+    Attributes:
+      config: The type of the config.
+      architectures: The class of transformers, by model type.
+      kinds: transformers' defaults that differ from those of `keys`, by key, for each model type;
+        the first type is that of a file that names none.
+      keys: The fields that have a key of their own.
+      supported: The values that the model supports, by key.
+      read: Returns the other fields from the values, with the defaults of their type, and from the
+        fields of `keys`.
+      write: Returns the other keys from a config and from the keys that it carries.
+      has_labels: Whether the model has a head for the labels of the file.
     """
-    generation = carried(config, GENERATION_FILE)
-    extra = {GENERATION_FILE: json_text(generation)} if generation else {}
-    return {CONFIG_FILE: json_text(about), **extra}
+
+    config: type[Config]
+    architectures: Mapping[str, str]
+    kinds: Mapping[str, Json]
+    keys: Keys
+    supported: Supported
+    read: Callable[[Json, Fields], Fields] = lambda values, fields: {}
+    write: Callable[[Config, Json], Json] = lambda config, about: {}
+    has_labels: bool = False
+
+    def from_hf(self, values: Json) -> Config:
+        """Converts a `config.json`; `to_hf` writes its other keys back.
+
+        Raises:
+          ValueError: The model does not support a value.
+        """
+        supported = {"model_type": [*self.kinds], **self.supported}
+        check_supported(values, supported, self.config.__module__)
+        values = self.kinds[values.get("model_type", self._first)] | values
+        fields: Fields = {field: values.get(key, default) for field, key, default in self.keys}
+        if self.has_labels:
+            fields["num_labels"] = labels(values)
+        fields |= self.read(values, fields)
+        return self.config(**fields, hugging_face=kept(values))
+
+    def to_hf(self, config: Config) -> Json:
+        """Returns the `config.json` for transformers, with the other keys of the original file.
+
+        `scan`, `remat`, `dtype` and the numbers of chunks are omitted.
+
+        Raises:
+          ValueError: The config has an option that the model type has not.
+        """
+        about = with_labels(carried(config), getattr(config, "num_labels", None))
+        kind = getattr(config, "model_type", self._first)
+        values = {
+            **{key: x[0] for key, x in self.supported.items() if x[0] is not None},
+            **about,
+            "model_type": kind,
+            "architectures": [self.architectures[kind]],
+            **{key: getattr(config, field) for field, key, _ in self.keys},
+            **self.write(config, about),
+        }
+        for name, ours, theirs in differences(config, self.from_hf(values)):
+            raise ValueError(
+                f"transformers' {kind!r} has {name} = {theirs!r}, not {ours!r}: set another "
+                "model_type in the config"
+            )
+        return values
+
+    @property
+    def _first(self) -> str:
+        return next(iter(self.kinds))
+
+
+_FREE = (
+    *("scan", "remat", "dtype", "hugging_face", "mlp_chunks", "loss_chunks", "num_labels"),
+    *("dropout", "pad_token_id"),
+)
+"""Fields in which a model may differ from the one that a folder describes."""
+
+
+def differences(ours: Config, theirs: Config) -> Iterator[tuple[str, object, object]]:
+    """Yields the name and both values of the fields in which two models differ."""
+    for field in dataclasses.fields(ours):
+        name = ours.computed.get(field.name, field.name)
+        values = getattr(ours, name), getattr(theirs, name)
+        if field.name not in _FREE and values[0] != values[1]:
+            yield field.name, *values
 
 
 def in_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
@@ -144,8 +209,7 @@ def in_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
 def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> Config:
     """Reads the config from a folder's `config.json`.
 
-    The config keeps the folder's `generation_config.json` and path, see `texts` and
-    `source_folder`.
+    The config keeps the folder's `generation_config.json` and path, see `source_folder`.
 
     Raises:
       FileNotFoundError: The folder has no `config.json`.

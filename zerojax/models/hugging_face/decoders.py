@@ -1,9 +1,10 @@
 """Llama and the model types that differ from it in options of `LlamaConfig`.
 
->>> config = MISTRAL.from_hf({"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2})
+>>> format = MISTRAL[0]
+>>> config = format.from_hf({"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2})
 >>> config.n_embd, config.sliding_window            # as in transformers if a key is missing
 (64, 4096)
->>> MISTRAL.from_hf(MISTRAL.to_hf(config)) == config
+>>> format.from_hf(format.to_hf(config)) == config
 True
 """
 
@@ -158,10 +159,10 @@ _MIXTRAL = Family(
     names=_mixtral_names,
 )  # fmt: skip
 
-LLAMA, LLAMA_CLASSIFIER = _LLAMA.format(), _LLAMA.format(classifier=True)
-MISTRAL, MISTRAL_CLASSIFIER = _MISTRAL.format(), _MISTRAL.format(classifier=True)
-QWEN2, QWEN2_CLASSIFIER = _QWEN2.format(), _QWEN2.format(classifier=True)
-QWEN3, QWEN3_CLASSIFIER = _QWEN3.format(), _QWEN3.format(classifier=True)
-GEMMA2, GEMMA2_CLASSIFIER = _GEMMA2.format(), _GEMMA2.format(classifier=True)
-PHI3, PHI3_CLASSIFIER = _PHI3.format(), _PHI3.format(classifier=True)
-MIXTRAL, MIXTRAL_CLASSIFIER = _MIXTRAL.format(), _MIXTRAL.format(classifier=True)
+LLAMA, MISTRAL = _LLAMA.formats(), _MISTRAL.formats()
+FORMATS = (
+    *LLAMA,
+    *MISTRAL,
+    *(fmt for family in (_QWEN2, _QWEN3, _GEMMA2, _PHI3, _MIXTRAL) for fmt in family.formats()),
+)
+"""The formats of language models and classifiers."""

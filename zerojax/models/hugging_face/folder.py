@@ -6,25 +6,23 @@ the modules beside this one, such as `zerojax.models.hugging_face.gpt2.load`, ar
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from zerojax import weights
 from zerojax.checkpoint.naming import Renamed
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config_file import Config, Json
+from zerojax.models.hugging_face.config_file import Config, ConfigFormat
 from zerojax.models.losses import Batch
-from zerojax.plan.stored import unwrap_stored
-from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES
+from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE, MAX_FILE_BYTES, json_text
 from zerojax.weights.writer import Path
-from zerojax.xla.types import PyTree
+from zerojax.xla.types import PyTree, Shaped
 
 TOKEN = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
@@ -32,14 +30,11 @@ Loss = Callable[[nn.Module, Batch], dict[str, PyTree]]
 """A loss for the Trainer."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Format(Generic[Config]):
-    """A model type of Hugging Face.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format(ConfigFormat[Config]):
+    """A model of transformers: its `config.json`, its tensors, and what computes and trains it.
 
     Attributes:
-      config: The type of the model's config.
-      from_hf: Converts a `config.json` to a config.
-      to_hf: Converts a config to a `config.json`.
       names: Returns the tensors of a model's parameters.
       model: The model's class, called with the config.
       loss: The loss of a bound model and a batch, for the Trainer; see `zerojax.models.losses`.
@@ -48,9 +43,6 @@ class Format(Generic[Config]):
         that is loaded for training starts with new ones.
     """
 
-    config: type[Config]
-    from_hf: Callable[[Json], Config]
-    to_hf: Callable[[Config], Json]
     names: Callable[[Config], weights.Names]
     model: Callable[[Config], nn.Module]
     loss: Loss
@@ -73,63 +65,12 @@ class Format(Generic[Config]):
 
     def texts(self, config: Config) -> dict[str, str]:
         """Returns `config.json`, and the original `generation_config.json` if any, by file name."""
-        return config_file.texts(config, self.to_hf(config))
-
-    def export_names(self, leaves: Mapping[str, tuple[int, ...]], extra: object) -> Renamed:
-        """Serves `zerojax export CHECKPOINT OUT --names MODULE:export_names`.
-
-        The checkpoint must have been saved with `extra={"model": {...}}`, the fields of the model's
-        config, as `Trainer` does, because the shapes do not show all of them.
-
-        Args:
-          leaves: Shapes by name, such as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
-          extra: The `extra` of the checkpoint.
-
-        Raises:
-          ValueError: `extra` has no such fields, or the parameters do not match them.
-        """
-        config = self.saved_config(leaves, extra)
-        return Renamed(self.names(config), self.texts(config))
-
-    def saved_config(self, leaves: Mapping[str, tuple[int, ...]], extra: object) -> Config:
-        """Returns the config in a checkpoint's `extra`.
-
-        Raises:
-          ValueError: There is no config, or fields are missing or invalid.
-        """
-        fields = dataclasses.fields(self.config)
-        required = [
-            field.name
-            for field in fields
-            if field.default is dataclasses.MISSING or field.name in self.needed
-        ]
-        saved = extra.get("model") if isinstance(extra, Mapping) else None
-        if not isinstance(saved, Mapping) or not saved.keys() >= set(required):
-            raise ValueError(
-                f"its extra['model'] is {saved!r}, and needs {', '.join(required)} of "
-                f"{self.config.__name__}: save(step, state, extra={{'model': {{...}}}})"
-            )
-        values: Fields = {field.name: saved[field.name] for field in fields if field.name in saved}
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return self.config(**values)
-
-
-@dataclasses.dataclass(frozen=True)
-class LanguageModel(Format[Config]):
-    """A model type of which zerojax has the head too, so that all parameters are known.
-
-    Attributes:
-      stack: The name of the stacked blocks.
-      checked: Fields that a folder's `config.json` must share with a model that loads the folder,
-        with Hugging Face's keys: no tensor's shape shows the number of heads.
-    """
-
-    _: dataclasses.KW_ONLY
-    stack: str
-    checked: Sequence[tuple[str, str]]
+        generation = config_file.carried(config, GENERATION_FILE)
+        extra = {GENERATION_FILE: json_text(generation)} if generation else {}
+        return {CONFIG_FILE: json_text(self.to_hf(config)), **extra}
 
     def load(
-        self, path: Path, config: Config, *, like: PyTree = None, dtype: DTypeLike | None = None
+        self, path: Path, config: Config, *, like: PyTree = None, dtype: DTypeLike = jnp.float32
     ) -> PyTree:
         """Loads a model's `params` from a safetensors file or a folder of Hugging Face's.
 
@@ -137,11 +78,10 @@ class LanguageModel(Format[Config]):
           path: A file, or a folder with `model.safetensors` or `model.safetensors.index.json`. A
             folder's `config.json`, if present, must agree with `config`.
           config: The config of the model.
-          like: The shardings of the parameters: a tree of arrays or `jax.ShapeDtypeStruct`, such as
-            `.params` of `zero.init` or `zero.abstract_state`, or of shardings. None for JAX's
-            default device.
-          dtype: The dtype of the parameters. None for the dtype of `like`, or float32; fp16 and
-            bf16 files are widened.
+          like: The dtypes and shardings of the parameters: a tree of arrays or
+            `jax.ShapeDtypeStruct`, such as `.params` of `zero.init` or `zero.abstract_state`. None
+            for `dtype`, on JAX's default device.
+          dtype: The dtype without `like`; fp16 and bf16 files are widened.
 
         Returns:
           A tree of arrays with the structure of `like`.
@@ -151,9 +91,18 @@ class LanguageModel(Format[Config]):
             integers. All headers are checked before anything is loaded.
           FileNotFoundError: A file does not exist.
         """
-        like = wanted(self.model(config), like, dtype)
+        if like is None:
+            shapes = abstract(self.model(config), *self.inputs)
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+        else:
+            self.check_parameters(config, by_path(like))
         if (pathlib.Path(path) / CONFIG_FILE).exists():
-            self._check(path, config)
+            keys = {field: key for field, key, _ in self.keys}
+            for name, ours, theirs in config_file.differences(config, self.read_config(path)):
+                raise ValueError(
+                    f"{pathlib.Path(path) / CONFIG_FILE}: {keys.get(name, name)} = {theirs}, but "
+                    f"the model has {name} = {ours}: build it from read_config(folder)"
+                )
         return weights.load(path, like=like, names=self.names(config))
 
     def save(
@@ -181,84 +130,75 @@ class LanguageModel(Format[Config]):
           ValueError: The arrays are not the model's parameters, or are stored on other processes'
             devices.
         """
-        wanted(self.model(config), params)
-        weights.save(
-            folder,
-            params,
-            self.names(config),
-            texts=self.texts(config),
-            max_shard_size=max_shard_size,
-        )
+        self.check_parameters(config, by_path(params))
+        names, texts = self.names(config), self.texts(config)
+        weights.save(folder, params, names, texts=texts, max_shard_size=max_shard_size)
 
-    def saved_config(self, leaves: Mapping[str, tuple[int, ...]], extra: object) -> Config:
-        """Returns the config in a checkpoint's `extra`; the parameters show `scan`.
+    def check_parameters(self, config: Config, given: Mapping[str, Shaped]) -> None:
+        """Rejects parameters, by path, that are not those of the config's model.
 
         Raises:
-          ValueError: There is no config, fields are missing or invalid, or the parameters do not
-            match them.
+          ValueError: A parameter is missing, surplus or of another shape.
         """
-        scan = any(name.startswith(f"{self.stack}.") for name in leaves)
-        config = dataclasses.replace(super().saved_config(leaves, extra), scan=scan)
-        params = {
+        model = self.model(config)
+        expected = by_path(abstract(model, *self.inputs))
+        name = f"{type(model).__name__}(config)"
+        if unmatched := expected.keys() ^ given.keys():
+            path = min(unmatched)
+            owner = name if path in expected else "the tree given"
+            raise ValueError(
+                f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): pass "
+                "the config that the model was created with, with its n_layer and scan"
+            )
+        for path, leaf in given.items():
+            if tuple(leaf.shape) != expected[path].shape:
+                raise ValueError(
+                    f"the parameter {path} is {[*leaf.shape]} in the tree given, "
+                    f"{[*expected[path].shape]} in {name}: pass the config that the model was "
+                    "created with"
+                )
+
+    def export_names(self, leaves: Mapping[str, tuple[int, ...]], extra: object) -> Renamed:
+        """Serves `zerojax export CHECKPOINT OUT --names MODULE:export_names`.
+
+        The checkpoint must have been saved with `extra={"model": {...}}`, the fields of the model's
+        config, as `Trainer` does, because the shapes do not show all of them.
+
+        Args:
+          leaves: Shapes by name, such as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
+          extra: The `extra` of the checkpoint.
+
+        Raises:
+          ValueError: `extra` has no such fields, or the parameters do not match them.
+        """
+        fields = dataclasses.fields(self.config)
+        required = [
+            field.name
+            for field in fields
+            if field.default is dataclasses.MISSING or field.name in self.needed
+        ]
+        saved = extra.get("model") if isinstance(extra, Mapping) else None
+        if not isinstance(saved, Mapping) or not saved.keys() >= set(required):
+            raise ValueError(
+                f"its extra['model'] is {saved!r}, and needs {', '.join(required)} of "
+                f"{self.config.__name__}: save(step, state, extra={{'model': {{...}}}})"
+            )
+        values: Fields = {field.name: saved[field.name] for field in fields if field.name in saved}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        # The blocks of a stack have no numbers.
+        values.setdefault("scan", not any(re.search(r"_\d+\.", name) for name in leaves))
+        config = self.config(**values)
+        shapes = {
             name.replace(".", "/"): jax.ShapeDtypeStruct(shape, jnp.float32)
             for name, shape in leaves.items()
         }
-        wanted(self.model(config), params)
-        return config
-
-    def _check(self, folder: Path, ours: Config) -> None:
-        theirs = self.read_config(folder)
-        for name, key in self.checked:
-            if getattr(theirs, name) != getattr(ours, name):
-                raise ValueError(
-                    f"{pathlib.Path(folder) / CONFIG_FILE}: {key} = {getattr(theirs, name)}, but "
-                    f"the model has {name} = {getattr(ours, name)}: build it from "
-                    "read_config(folder)"
-                )
+        self.check_parameters(config, shapes)
+        return Renamed(self.names(config), self.texts(config))
 
 
 def abstract(model: nn.Module, *inputs: jax.ShapeDtypeStruct) -> PyTree:
     """Returns the `params` of a model as `jax.ShapeDtypeStruct`; a token is the default input."""
     return jax.eval_shape(model.init, jax.random.key(0), *(inputs or [TOKEN]))["params"]
-
-
-def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None) -> PyTree:
-    """Returns the target shape, dtype and sharding of every parameter, in a tree like `like`.
-
-    Args:
-      model: The model, with a `config`.
-      like: A tree of arrays, of `jax.ShapeDtypeStruct`, or of shardings; None for the model's.
-      dtype: The dtype of all parameters; None for the dtype of `like`, or float32.
-
-    Raises:
-      ValueError: `like` does not have the model's parameters, or `dtype` is not a float dtype.
-    """
-    name = f"{type(model).__name__}(config)"
-    shapes = abstract(model)
-    like = shapes if like is None else like
-    expected, given = by_path(shapes), by_path(like)
-    if unmatched := expected.keys() ^ given.keys():
-        path = min(unmatched)
-        owner = name if path in expected else "the tree given"
-        raise ValueError(
-            f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): pass the "
-            "config that the model was created with, with its n_layer and scan"
-        )
-    leaves = []
-    for path, leaf in given.items():
-        shape = expected[path].shape
-        is_sharding = isinstance(leaf, Sharding)
-        if not is_sharding and tuple(leaf.shape) != shape:
-            raise ValueError(
-                f"the parameter {path} is {list(leaf.shape)} in the tree given, {list(shape)} in "
-                f"{name}: pass the config that the model was created with"
-            )
-        leaf_dtype = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
-        if not jnp.issubdtype(leaf_dtype, jnp.floating):
-            raise ValueError(f"dtype {leaf_dtype} of the parameter {path}: pass a float dtype")
-        sharding = leaf if is_sharding else getattr(unwrap_stored(leaf), "sharding", None)
-        leaves.append(jax.ShapeDtypeStruct(shape, leaf_dtype, sharding=sharding))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def by_path(tree: PyTree) -> dict[str, PyTree]:

@@ -39,132 +39,100 @@ True
 import dataclasses
 
 from zerojax import weights
-from zerojax.models.blocks import INIT_STD
+from zerojax.models.config import Fields
 from zerojax.models.gpt import GPT, LAYER_NORM_EPS, GPTConfig
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config_file import Json, Keys, Supported
-from zerojax.models.hugging_face.folder import LanguageModel
-from zerojax.models.losses import causal_lm_loss, row_classification_loss
+from zerojax.models.hugging_face.config_file import Json
+from zerojax.models.hugging_face.folder import Format
+from zerojax.models.losses import causal_lm_loss, classification_loss
 
 NAMES = weights.Names(
     {
-        "{table}/embedding": "{table}.weight",
-        "ln_f/scale": "ln_f.weight",
-        "ln_f/bias": "ln_f.bias",
+        "{table}/embedding": "transformer.{table}.weight",
+        "{head}/kernel": weights.Tensor("{head}.weight", "o i -> i o"),  # no prefix
+        "ln_f/scale": "transformer.ln_f.weight",
+        "ln_f/bias": "transformer.ln_f.bias",
         # Conv1D stores [in, out], as flax does.
-        "h_{layer:int}/{module:path}/bias": "h.{layer}.{module}.bias",
-        "h_{layer:int}/{module:path}/{kind}": "h.{layer}.{module}.weight",
-        "h/{module:path}/bias": weights.Tensor("h.{layer}.{module}.bias", "... -> layer ..."),
-        "h/{module:path}/{kind}": weights.Tensor("h.{layer}.{module}.weight", "... -> layer ..."),
+        "h_{layer:int}/{module:path}/bias": "transformer.h.{layer}.{module}.bias",
+        "h_{layer:int}/{module:path}/{kind}": "transformer.h.{layer}.{module}.weight",
+        "h/{module:path}/bias": weights.Tensor(
+            "transformer.h.{layer}.{module}.bias", "... -> layer ..."
+        ),
+        "h/{module:path}/{kind}": weights.Tensor(
+            "transformer.h.{layer}.{module}.weight", "... -> layer ..."
+        ),
     },
     prefix="transformer.",  # in the names of a GPT2LMHeadModel, not of a GPT2Model
     ignored=("h.{layer}.attn.bias", "h.{layer}.attn.masked_bias"),  # masks, in older files
-    tied={"lm_head.weight": "wte.weight"},
+    tied={"lm_head.weight": "transformer.wte.weight"},
 )
 
 
 def names(config: GPTConfig) -> weights.Names:
-    """Returns `NAMES`; with a head for labels, whose tensor has no prefix, those of all tensors."""
+    """Returns `NAMES`; with a head for labels, those that have no use for a file's LM head."""
     if config.num_labels is None:
         return NAMES
-    tensors: dict[str, weights.Tensor] = {
-        "score/kernel": weights.Tensor("score.weight", "o i -> i o")
-    }
-    for path, tensor in NAMES.tensors.items():
-        assert tensor is not None
-        tensor = weights.Tensor(tensor) if isinstance(tensor, str) else tensor
-        tensors[path] = dataclasses.replace(tensor, name=NAMES.prefix + tensor.name)
-    ignored = (*NAMES.ignored, "lm_head.weight")
-    return dataclasses.replace(NAMES, tensors=tensors, ignored=ignored, tied={})
+    return dataclasses.replace(NAMES, ignored=(*NAMES.ignored, "lm_head.weight"), tied={})
 
 
-KEYS: Keys = (
-    ("vocab_size", "vocab_size", 50257),
-    ("block_size", "n_positions", 1024),
-    ("n_layer", "n_layer", 12),
-    ("n_head", "n_head", 12),
-    ("n_embd", "n_embd", 768),
-)
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-DEFAULT_DROPOUT = 0.1
-
-# Values that zerojax.models.gpt supports; the first of each is transformers' default.
-SUPPORTED: Supported = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of tanh-GELU
-    "layer_norm_epsilon": (LAYER_NORM_EPS,),
-    "tie_word_embeddings": (True,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),
-    "add_cross_attention": (False,),
-}
 
 
-def config_from_hf(values: Json) -> GPTConfig:
-    """Converts a GPT-2's `config.json` to a `GPTConfig`.
-
-    Keys that do not affect the forward pass (token ids, generation, summaries) are kept for
-    `config_to_hf`.
-
-    Raises:
-      ValueError: `zerojax.models.gpt` does not support a value, such as another activation.
-    """
-    config_file.check_supported(values, SUPPORTED, "zerojax.models.gpt")
-    sizes = config_file.from_keys(KEYS, values)
-    widths = {"n_inner": (None, 4 * sizes["n_embd"])}
-    config_file.check_supported(values, widths, "zerojax.models.gpt")
-    dropouts = {key: values.get(key, DEFAULT_DROPOUT) for key in DROPOUTS}
+def _read(values: Json, fields: Fields) -> Fields:
+    """Returns the one dropout rate."""
+    widths = {"n_inner": (None, 4 * fields["n_embd"])}
+    config_file.check_supported(values, widths, GPTConfig.__module__)
+    dropouts = {key: values[key] for key in DROPOUTS}
     if len(set(dropouts.values())) > 1:
         raise ValueError(f"{dropouts} is not supported: zerojax.models.gpt has one dropout rate")
-    return GPTConfig(
-        **sizes,
-        dropout=dropouts["resid_pdrop"],
-        pad_token_id=values.get("pad_token_id"),
-        hugging_face=config_file.kept(values, without=["num_labels"]),
-    )
+    return {"dropout": dropouts["resid_pdrop"]}
 
 
-def classifier_from_hf(values: Json) -> GPTConfig:
-    """Converts a `config.json` as `config_from_hf` does, with a head for its labels."""
-    return dataclasses.replace(config_from_hf(values), num_labels=config_file.labels(values))
-
-
-def config_to_hf(config: GPTConfig) -> Json:
-    """Returns the `config.json` for transformers, with the other keys of the original file.
-
-    `scan`, `remat` and `dtype` are omitted.
-    """
+def _write(config: GPTConfig, about: Json) -> Json:
     end_of_text = 50256  # transformers' default, an error if the vocabulary is smaller
-    in_vocabulary = config.vocab_size > end_of_text
+    token = end_of_text if config.vocab_size > end_of_text else None
+    head = "LMHeadModel" if config.num_labels is None else "ForSequenceClassification"
     return {
-        **{key: supported[0] for key, supported in SUPPORTED.items()},
-        "initializer_range": INIT_STD,
-        "bos_token_id": end_of_text if in_vocabulary else None,
-        "eos_token_id": end_of_text if in_vocabulary else None,
-        **config_file.with_labels(config_file.carried(config), config.num_labels),
-        "architectures": ["GPT2LMHeadModel" if config.num_labels is None else _CLASSIFIER],
-        "pad_token_id": config.pad_token_id,
-        **config_file.to_keys(KEYS, config),
-        **{key: config.dropout for key in DROPOUTS},
+        **{key: about.get(key, token) for key in ("bos_token_id", "eos_token_id")},
+        "architectures": [f"GPT2{head}"],
+        **dict.fromkeys(DROPOUTS, config.dropout),
         "n_inner": None,
     }
 
 
-_CLASSIFIER = "GPT2ForSequenceClassification"
-
-FORMAT = LanguageModel(
-    GPTConfig,
-    config_from_hf,
-    config_to_hf,
+FORMAT = Format(
+    config=GPTConfig,
+    architectures={"gpt2": "GPT2LMHeadModel"},
+    kinds={"gpt2": dict.fromkeys(DROPOUTS, 0.1)},
+    keys=(
+        ("vocab_size", "vocab_size", 50257),
+        ("block_size", "n_positions", 1024),
+        ("n_layer", "n_layer", 12),
+        ("n_head", "n_head", 12),
+        ("n_embd", "n_embd", 768),
+        ("pad_token_id", "pad_token_id", None),
+    ),
+    supported={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of tanh-GELU
+        "layer_norm_epsilon": (LAYER_NORM_EPS,),
+        "tie_word_embeddings": (True,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,),
+    },
+    read=_read,
+    write=_write,
     names=names,
     model=GPT,
     loss=causal_lm_loss,
-    stack="h",
-    checked=[(field, key) for field, key, _ in KEYS],
 )
 CLASSIFIER = dataclasses.replace(
-    FORMAT, from_hf=classifier_from_hf, loss=row_classification_loss, head=("score/kernel",)
+    FORMAT,
+    architectures={"gpt2": "GPT2ForSequenceClassification"},
+    has_labels=True,
+    loss=classification_loss,
+    head=("score/kernel",),
 )
-load, save, read_config = FORMAT.load, FORMAT.save, FORMAT.read_config
-export_names = FORMAT.export_names
+config_from_hf, config_to_hf, read_config = FORMAT.from_hf, FORMAT.to_hf, FORMAT.read_config
+load, save, export_names = FORMAT.load, FORMAT.save, FORMAT.export_names

@@ -23,6 +23,8 @@ True
 
 from zerojax.models.hugging_face.decoders import LLAMA
 
-config_from_hf, config_to_hf, names = LLAMA.from_hf, LLAMA.to_hf, LLAMA.names
-load, save, read_config = LLAMA.load, LLAMA.save, LLAMA.read_config
-export_names = LLAMA.export_names
+FORMAT = LLAMA[0]
+
+config_from_hf, config_to_hf, names = FORMAT.from_hf, FORMAT.to_hf, FORMAT.names
+load, save, read_config = FORMAT.load, FORMAT.save, FORMAT.read_config
+export_names = FORMAT.export_names

@@ -188,13 +188,7 @@ class Pretrained:
           parameters: A tree as `parameters`, such as `state.params`.
           max_shard_size: The size of the largest file, in bytes.
         """
-        weights.save(
-            folder,
-            parameters,
-            self.names,
-            texts=self.format.texts(self.model.config),
-            max_shard_size=max_shard_size,
-        )
+        self.format.save(parameters, self.model.config, folder, max_shard_size=max_shard_size)
 
 
 def from_folder(

@@ -3,7 +3,7 @@
 transformers 5 has them in `rope_parameters`; older files have `rope_theta`, and `rope_scaling` for
 the rest.
 
->>> fields = from_hf({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 1e4, 8)
+>>> fields = from_hf({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8)
 >>> fields
 {'rope_theta': 500000.0, 'rope_type': 'linear', 'rope_factor': 2.0}
 >>> to_hf(RopeConfig(**fields))["rope_parameters"]
@@ -36,19 +36,18 @@ _OPTIONAL = {
 }  # fmt: skip
 
 
-def from_hf(values: Json, theta: float, longest: int) -> Fields:
+def from_hf(values: Json, longest: int) -> Fields:
     """Returns the fields of a `RopeConfig`.
 
     Args:
       values: The values of the `config.json`.
-      theta: transformers' default of `rope_theta` for the model.
       longest: The number of tokens in the longest row.
 
     Raises:
       ValueError: The type of scaling, or a key of it, is not supported.
     """
     given: Json = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    fields: Fields = {"rope_theta": given.pop("rope_theta", values.get("rope_theta") or theta)}
+    fields: Fields = {"rope_theta": given.pop("rope_theta", values.get("rope_theta") or 10000.0)}
     share = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     if share not in (None, 1.0):
         fields["partial_rotary_factor"] = share

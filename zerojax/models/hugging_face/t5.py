@@ -7,28 +7,19 @@
 True
 """
 
+from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
+from zerojax.models.hugging_face.config_file import Json
 from zerojax.models.hugging_face.folder import Format
 from zerojax.models.losses import seq2seq_loss
 from zerojax.models.t5 import GATED, SIZES, T5, T5Config
 from zerojax.weights import Names, Tensor
-
-# Values that zerojax.models.t5 supports; the first of each is transformers' default.
-SUPPORTED: Supported = {
-    "model_type": ("t5",),
-    "feed_forward_proj": ("relu", GATED),
-    "is_encoder_decoder": (True,),
-    "is_decoder": (False,),
-}
 
 # Keys that transformers computes from `feed_forward_proj`, and their values.
 _DERIVED: dict[str, Json] = {
     "relu": {"dense_act_fn": "relu", "is_gated_act": False},
     GATED: {"dense_act_fn": "gelu_new", "is_gated_act": True},
 }
-
-KEYS = config_file.same_keys(T5Config, SIZES["t5-small"] | dict(num_decoder_layers=None))
 
 # Modules of a block, and their numbers and names in transformers.
 _MODULES = {
@@ -70,48 +61,39 @@ def names(config: T5Config) -> Names:
     return Names(tensors, ignored=[unused], tied=dict.fromkeys(tied, "shared.weight"))
 
 
-def config_from_hf(values: Json) -> T5Config:
-    """Converts a `config.json` to a `T5Config`; `config_to_hf` writes its other keys back.
+def _read(values: Json, fields: Fields) -> Fields:
+    """Returns the decoder's number of blocks, and the fields of the head.
 
     A file without `scale_decoder_outputs` scales unless `tie_word_embeddings` is false. A model
     that does not scale is a T5 1.1, whose head is separate, although transformers 5 writes
     `tie_word_embeddings` as true.
-
-    Raises:
-      ValueError: The file has a value that `zerojax.models.t5` does not support.
     """
-    check_supported(values, SUPPORTED, "zerojax.models.t5")
-    derived = _DERIVED[values.get("feed_forward_proj", "relu")]
-    check_supported(values, {key: (value,) for key, value in derived.items()}, "zerojax.models.t5")
-    fields = config_file.from_keys(KEYS, values)
-    fields["num_decoder_layers"] = fields["num_decoder_layers"] or fields["num_layers"]
+    derived = {key: (value,) for key, value in _DERIVED[fields["feed_forward_proj"]].items()}
+    config_file.check_supported(values, derived, T5Config.__module__)
     is_tied = values.get("tie_word_embeddings") is not False
     scales = values.get("scale_decoder_outputs", is_tied)
-    fields |= {"scale_decoder_outputs": scales, "tie_word_embeddings": is_tied and scales}
-    return T5Config(**fields, hugging_face=config_file.kept(values, without=derived))
-
-
-def config_to_hf(config: T5Config) -> Json:
-    """Returns the `config.json` for transformers, with the other keys of the original file.
-
-    `scan`, `remat` and `dtype` are omitted.
-    """
     return {
-        **config_file.carried(config),
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
-        "is_encoder_decoder": True,
-        **config_file.to_keys(KEYS, config),
+        "num_decoder_layers": fields["num_decoder_layers"] or fields["num_layers"],
+        "scale_decoder_outputs": scales,
+        "tie_word_embeddings": is_tied and scales,
     }
 
 
 FORMAT = Format(
-    T5Config,
-    config_from_hf,
-    config_to_hf,
-    names,
-    needed=("tie_word_embeddings", "scale_decoder_outputs", "feed_forward_proj"),
+    config=T5Config,
+    architectures={"t5": "T5ForConditionalGeneration"},
+    kinds={"t5": {}},
+    keys=config_file.same_keys(T5Config, SIZES["t5-small"] | dict(num_decoder_layers=None)),
+    supported={
+        "feed_forward_proj": [*_DERIVED],
+        "is_encoder_decoder": (True,),
+        "is_decoder": (False,),
+    },
+    read=_read,
+    write=lambda config, about: _DERIVED[config.feed_forward_proj],
+    names=names,
     model=T5,
     loss=seq2seq_loss,
+    needed=("tie_word_embeddings", "scale_decoder_outputs", "feed_forward_proj"),
 )
-export_names = FORMAT.export_names
+config_from_hf, config_to_hf, export_names = FORMAT.from_hf, FORMAT.to_hf, FORMAT.export_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import typer
@@ -85,8 +86,8 @@ def show_decided(
     if asked.as_json:
         terminal.print_json({"collectives": table.rows, "bytes_a_step": table.bytes_by_kind()})
         return True
-    heads = (f">{head}" if i in RIGHT else head for i, head in enumerate(HEADS))
-    terminal.console().print(terminal.table(heads, table.cells()[1:]))
+    columns = {f">{x}" if i in RIGHT else x: itemgetter(i) for i, x in enumerate(HEADS)}
+    terminal.console().print(terminal.table(columns, table.cells()[1:]))
     for kind, n in table.bytes_by_kind().items():
         typer.echo(f"{kind}: each device sends {size(n)} a step")
     return True

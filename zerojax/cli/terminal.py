@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -25,6 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+R = TypeVar("R")
 _PIPED = 10_000
 
 
@@ -33,17 +36,23 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]] = ()) -> Table:
-    """Returns a table; a head that begins with ">" aligns its column right.
+def table(columns: Mapping[str, Callable[[R], str | Text]], rows: Iterable[R]) -> Table:
+    """Returns a table with a line for each row, without the columns that are empty in every line.
 
-    A cell that is a string is printed as it is; rich's markup in it is text.
+    Args:
+      columns: By the head of a column, what it says of a row. A head that begins with ">" aligns
+        its column right; rich's markup in a string is text.
+      rows: The rows.
     """
     result = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for head in heads:
+    lines = [[cell(row) for cell in columns.values()] for row in rows]
+    is_used = [any(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for head in itertools.compress(columns, is_used):
         name = head.removeprefix(">")
         result.add_column(name, justify="right" if name != head else "left", overflow="fold")
-    for row in rows:
-        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    for line in lines:
+        cells = itertools.compress(line, is_used)
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
     return result
 
 

@@ -35,7 +35,6 @@
 - `programs`: The fields of zerojax.foresight.forecast.ProgramCost, for each program.
 - `traffic`: The fields of zerojax.foresight.forecast.Traffic, for each kind of collective or copy.
 - `rates`: The fields of zerojax.devices.rates.Rates.
-- `weighed`: The figures of each option that an "auto" was chosen from.
 - `remedies`: set and the figures of each choice that fits; null if none were searched for.
 - `stages`: Memory by kind for each stage, with --picture.
 - `compile_seconds`: Seconds of all compiles.

@@ -18,7 +18,7 @@ from zerojax.cli.planning import function_of, mesh_of
 from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
 from zerojax.foresight.choice import LIVE
-from zerojax.foresight.gathered import weighed
+from zerojax.foresight.gathered import with_room_filled
 from zerojax.foresight.remedies import remedies
 from zerojax.models.attention import choose_attention
 from zerojax.models.registry import takes, takes_policy
@@ -51,9 +51,9 @@ def run(
     with _study(config, asked, remat, policy) as (study, function):
         selected, forecast = study.given, study.forecast(study.given)
         is_auto = any(note.key.endswith(LIVE) and note.value == "auto" for note in config.notes)
-        gathered = weighed(study, selected) if is_auto else ()
-        if gathered:
-            selected, forecast = gathered[0].choice, gathered[0].forecast
+        filled = with_room_filled(study, selected) if is_auto else None
+        if filled is not None and filled.seconds < forecast.seconds:
+            selected, forecast = filled.choice, filled.forecast
         alternatives = tuple(remedies(study)) if look and not forecast.fits else None
         stages, refused = (
             ({}, []) if picture is None else plan_picture.forecasts(study.given, study.forecast)
@@ -62,9 +62,7 @@ def run(
     if takes(function, "attention"):
         decorated = Zero(config, forecast.plan.mesh)
         implementation = choose_attention(decorated, asked.attention or "auto")
-    planned = Planned(
-        asked, source, selected, forecast, alternatives, stages, implementation, gathered
-    )
+    planned = Planned(asked, source, selected, forecast, alternatives, stages, implementation)
     if picture is not None:
         title = f"{asked.model}, batch {planned.rows} of {asked.seq} tokens on {asked.devices}"
         plan_picture.draw(picture, title, planned.stages)

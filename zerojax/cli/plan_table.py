@@ -11,7 +11,7 @@ from rich.text import Text
 from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
-from zerojax.foresight.choice import LIVE, Remat, changes
+from zerojax.foresight.choice import Remat, changes
 from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic
 from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
@@ -46,8 +46,6 @@ def _parts(planned: Planned, mark: str) -> Iterator[str | Text | Table]:
     if forecast.traffic:
         yield _traffic(forecast)
     yield from _about_time(forecast)
-    if planned.gathered:
-        yield _gathered(planned)
     if planned.remedies:
         yield "\nWhat fits, cheapest first, each compiled:"
         yield _remedies(planned, planned.remedies)
@@ -212,22 +210,6 @@ def _about_time(forecast: Forecast) -> Iterator[str]:
             f"measured on an H200, and links {shares['link']:.0%}, which is an assumption"
         )
     yield f"compiled in {duration(forecast.compile_seconds)}"
-
-
-def _gathered(planned: Planned) -> Table:
-    """Returns the table of the options for an "auto"."""
-    columns: dict[str, Callable[[Trial], str]] = {
-        f'{LIVE} "auto"': lambda each: (
-            f"{each.choice.live:,}" if each.choice.live else "0: nothing stays gathered"
-        ),
-        ">held": lambda each: size(each.forecast.plan.live.bytes),
-        ">total": lambda each: size(each.forecast.peak.bytes),
-        ">step": lambda each: duration(each.seconds),
-        "": lambda each: (
-            "taken, the fastest by the forecast" if each.choice == planned.choice else ""
-        ),
-    }
-    return terminal.table(columns, planned.gathered)
 
 
 def _remedies(planned: Planned, remedies: Sequence[Trial]) -> Table:

@@ -39,7 +39,7 @@ def run(
     """Searches, prints the ranking and writes the config; exits with 3 if nothing fits and with 2
     for bad input. The arguments are the options of the command."""
     doing = f"model {asked.model!r} cannot be planned"
-    with terminal.steps_bar("reading") as update, wrong_inputs(doing):
+    with terminal.progress_bar("reading") as update, wrong_inputs(doing):
         mesh, rates = mesh_of(asked)
         try:
             fitted = choose(

@@ -42,7 +42,7 @@ def run(
       Whether the generation fits.
     """
     with (
-        terminal.steps_bar("compiling the programs of a generation"),
+        terminal.progress_bar("compiling the programs of a generation"),
         wrong_inputs(f"model {asked.model!r} cannot be planned"),
     ):
         mesh, rates = mesh_of(asked)

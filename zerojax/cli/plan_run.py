@@ -97,7 +97,7 @@ def _study(
 ) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""
-    with terminal.steps_bar("reading") as update:
+    with terminal.progress_bar("reading") as update:
         with wrong_inputs():
             mesh, rates = mesh_of(asked)
             function = function_of(asked)

@@ -8,22 +8,11 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -86,23 +75,11 @@ Update = Callable[..., None]
 """A function that updates a progress bar: `completed`, `total`, `description`."""
 
 
-def bytes_bar(description: str) -> AbstractContextManager[Update]:
-    """Opens a bar of bytes on stderr, removed at the end; no output unless on a terminal."""
-    return _bar(description, BarColumn(), DownloadColumn(), TransferSpeedColumn())
-
-
-def steps_bar(description: str) -> AbstractContextManager[Update]:
-    """Opens such a bar of a number of steps, which may be unknown."""
-    return _bar(
-        description, SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    )
-
-
 @contextlib.contextmanager
-def _bar(description: str, *columns: ProgressColumn) -> Iterator[Update]:
-    text, console = TextColumn("{task.description}", markup=False), Console(stderr=True)
+def progress_bar(description: str) -> Iterator[Update]:
+    """Opens a progress bar on stderr, removed at the end; no output unless on a terminal."""
     is_terminal = sys.stderr.isatty()
     with Progress(
-        text, *columns, console=console, transient=True, disable=not is_terminal
+        console=Console(stderr=True), transient=True, disable=not is_terminal
     ) as progress:
         yield functools.partial(progress.update, progress.add_task(description, total=None))

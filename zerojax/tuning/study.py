@@ -7,6 +7,7 @@ study.forecast(study.given).fits
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -110,12 +111,8 @@ class Study(Trials):
 
     def _from_model(self, choice: Choice) -> BuiltStep:
         plan, step, step_args, tokens = self._step(choice)
-        return BuiltStep(
-            plan,
-            lambda: step.programs(*step_args),
-            tokens,
-            lambda: step.recomputed_names(*step_args),
-        )
+        names = functools.partial(step.recomputed_names, *step_args)
+        return BuiltStep(plan, functools.partial(step.programs, *step_args), tokens, names)
 
     def _step(self, choice: Choice) -> tuple[Plan, Step[..., PyTree], tuple[PyTree, ...], int]:
         """Returns the plan of a choice's state, its step, the step's arguments, and its tokens."""
@@ -167,25 +164,12 @@ def abstract_workload(
         decorated = zero(config, mesh=mesh, specs=work.specs)
     state = decorated.abstract_state(work.create_state, jax.random.key(0))
     objects = state if isinstance(state, tuple) else (state,)
-    check_axes(decorated.plan(*objects))
-    return decorated, work, objects
-
-
-def check_axes(plan: Plan) -> None:
-    """Rejects a mesh axis that shards neither the batch nor the model.
-
-    Raises:
-      ValueError: The axis, and the models that have one.
-    """
-    sharded_axes = {
-        axis
-        for leaf in plan.leaves["params"]
-        for entry in leaf.own_spec
-        for axis in layout.axes(entry)
-    }
+    plan = decorated.plan(*objects)
+    own_axes = {axis for x in plan.leaves["params"] for e in x.own_spec for axis in layout.axes(e)}
     for axis, size in plan.mesh.shape.items():
-        if size > 1 and axis not in {*sharded_axes, *batch_axes(plan.mesh), SEQUENCE}:
+        if size > 1 and axis not in {*own_axes, *batch_axes(plan.mesh), SEQUENCE}:
             raise ValueError(
                 f"no parameter is sharded over the mesh axis {axis!r}: use {MODEL!r} for the GPTs "
                 "and Llamas of zerojax, or return zerojax.Workload(..., specs=...)"
             )
+    return decorated, work, objects

@@ -163,16 +163,15 @@ def plan(
         wrong_input(error)
     from zerojax.cli import plan_generate, plan_run  # import JAX
 
-    asked = StepOptions(model, devices, batch, seq, network, mesh_axes, attention, as_json)
+    asked = StepOptions(
+        model, devices, batch, seq, network, mesh_axes, attention, as_json, remat, remat_policy
+    )
     if generate is not None:
         bits = None if quantize is None else int(quantize.removeprefix("int"))
         fits = plan_generate.run(zero_config, asked, new=generate, weights=weights, bits=bits)
     elif collectives:
-        fits = plan_run.show_decided(zero_config, asked, remat=remat, policy=remat_policy)
+        fits = plan_run.show_decided(zero_config, asked)
     else:
-        fits = plan_run.run(
-            zero_config, asked, str(config),
-            remat=remat, policy=remat_policy, look=look, picture=picture,
-        )  # fmt: skip
+        fits = plan_run.run(zero_config, asked, str(config), look=look, picture=picture)
     if not fits:
         raise typer.Exit(3)

@@ -29,26 +29,19 @@ from zerojax.tuning.study import Study
 
 
 def run(
-    config: ZeroConfig,
-    asked: StepOptions,
-    source: str,
-    *,
-    remat: bool | None,
-    policy: str | None,
-    look: bool,
-    picture: Path | None,
+    config: ZeroConfig, asked: StepOptions, source: str, *, look: bool, picture: Path | None
 ) -> bool:
     """Prints the forecast of a step; exits with 2 for bad input.
 
     Args:
       config: The config, read from ``source``.
       look: Whether to look for settings that fit, if the step does not.
-      asked, remat, policy, picture: The options of the command.
+      asked, picture: The options of the command.
 
     Returns:
       Whether the step fits.
     """
-    with _study(config, asked, remat, policy) as (study, function):
+    with _study(config, asked) as (study, function):
         selected, forecast = study.given, study.forecast(study.given)
         is_auto = any(note.key.endswith(LIVE) and note.value == "auto" for note in config.notes)
         filled = with_room_filled(study, selected) if is_auto else None
@@ -75,11 +68,9 @@ def run(
     return planned.forecast.fits
 
 
-def show_decided(
-    config: ZeroConfig, asked: StepOptions, *, remat: bool | None, policy: str | None
-) -> bool:
+def show_decided(config: ZeroConfig, asked: StepOptions) -> bool:
     """Prints the collectives of a step, without a compile; returns True."""
-    with _study(config, asked, remat, policy) as (study, _):
+    with _study(config, asked) as (study, _):
         table = study.collectives(study.given)
     if asked.as_json:
         terminal.print_json({"collectives": table.rows, "bytes_a_step": table.bytes_by_kind()})
@@ -92,16 +83,14 @@ def show_decided(
 
 
 @contextlib.contextmanager
-def _study(
-    config: ZeroConfig, asked: StepOptions, remat: bool | None, policy: str | None
-) -> Iterator[tuple[Study, Callable[..., object]]]:
+def _study(config: ZeroConfig, asked: StepOptions) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""
     with terminal.progress_bar("reading") as update:
         with wrong_inputs():
             mesh, rates = mesh_of(asked)
             function = function_of(asked)
-            kept = _kept(function, asked.model, remat, policy)
+            kept = _kept(function, asked)
             study = Study(
                 function,
                 config,
@@ -116,14 +105,13 @@ def _study(
             yield study, function
 
 
-def _kept(
-    function: Callable[..., object], model: str, remat: bool | None, policy: str | None
-) -> bool | str:
+def _kept(function: Callable[..., object], asked: StepOptions) -> bool | str:
     """Returns what blocks keep by ``--remat`` and ``--remat-policy``, for a :class:`Study`.
 
     Raises:
       ValueError: The model does not take an option, or the options or the policy are wrong.
     """
+    model, remat, policy = asked.model, asked.remat, asked.remat_policy
     if remat is not None and not takes(function, "remat"):
         raise ValueError(f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`")
     if policy is None:

@@ -115,7 +115,9 @@ def _memory(planned: Planned, mark: str) -> Table:
     table.add_section()
     table.add_row(*line("total", peak.bytes), style="bold")
     table.add_row(*line("device memory", memory))
-    table.add_row("reserve", size(planned.reserve), "for the driver, NCCL and the allocator")
+    table.add_row(
+        "reserve", size(memory - forecast.rates.room), "for the driver, NCCL and the allocator"
+    )
     if forecast.fits:
         table.add_row("headroom", size(forecast.headroom), style="bold green")
     else:

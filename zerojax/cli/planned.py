@@ -63,12 +63,6 @@ class Planned:
         return Schedule.of(plan.mesh, self.choice.accumulation)
 
     @property
-    def reserve(self) -> int:
-        """Bytes of a device's memory that no step may use."""
-        rates = self.forecast.rates
-        return rates.memory - rates.room
-
-    @property
     def fraction(self) -> float | None:
         """XLA_PYTHON_CLIENT_MEM_FRACTION for the step; None if JAX's default suffices."""
         forecast = self.forecast
@@ -93,7 +87,7 @@ def values(planned: Planned) -> dict[str, object]:
         "pipeline": schedule and {name: getattr(schedule, name) for name in PIPELINE},
         "parameters": forecast.parameters,
         **figures(Trial(planned.choice, forecast)),
-        "reserve": planned.reserve,
+        "reserve": forecast.rates.memory - forecast.rates.room,
         "mem_fraction": planned.fraction,
         "programs": forecast.programs,
         "traffic": forecast.traffic,

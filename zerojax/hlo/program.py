@@ -157,13 +157,11 @@ class Run(NamedTuple):
       computation: The computation that contains the instruction.
       instruction: The instruction.
       times: The product of the enclosing loops' trip counts; an unknown one counts once.
-      exact: Whether these trip counts are known.
     """
 
     computation: Computation
     instruction: Instruction
     times: int
-    exact: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,14 +187,14 @@ class HloProgram:
         """
         inside = self.callees if fused else self.nested
 
-        def run(computation: Computation, times: int, exact: bool) -> Iterator[Run]:
+        def run(computation: Computation, times: int) -> Iterator[Run]:
             for each in computation.instructions:
-                yield Run(computation, each, times, exact)
+                yield Run(computation, each, times)
                 trips = self.trips(each) if each.opcode == "while" else 1
                 for callee in inside(each):
-                    yield from run(callee, times * (trips or 1), exact and trips is not None)
+                    yield from run(callee, times * (trips or 1))
 
-        return run(self.entry, 1, True)
+        return run(self.entry, 1)
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns the trip count of a ``while``, from XLA's note or its condition, else None.

@@ -12,7 +12,9 @@ by its trip count, a conditional the time of its slowest branch.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,6 +32,9 @@ class Place(NamedTuple):
 
     computation: str
     name: str
+
+
+_seconds = functools.partial(collections.defaultdict[Place, float], float)
 
 
 class Transfer(NamedTuple):
@@ -61,8 +66,8 @@ class ProgramTime:
     forward: float = 0.0
     again: float = 0.0
     bytes_again: int = 0
-    waited: dict[Place, float] = dataclasses.field(default_factory=dict)
-    under_way: dict[Place, float] = dataclasses.field(default_factory=dict)
+    waited: dict[Place, float] = dataclasses.field(default_factory=_seconds)
+    under_way: dict[Place, float] = dataclasses.field(default_factory=_seconds)
 
     def add(self, other: ProgramTime, times: int = 1) -> None:
         """Adds another part, which runs ``times`` times."""
@@ -70,9 +75,9 @@ class ProgramTime:
         self.forward += times * other.forward
         self.again += times * other.again
         self.bytes_again += times * other.bytes_again
-        for totals, added in ((self.waited, other.waited), (self.under_way, other.under_way)):
-            for key, seconds in added.items():
-                totals[key] = totals.get(key, 0.0) + times * seconds
+        for key in other.under_way:
+            self.waited[key] += times * other.waited[key]
+            self.under_way[key] += times * other.under_way[key]
 
 
 def program_time(
@@ -125,7 +130,7 @@ def _run(
             ends_at[each.name] = begins_at + seconds
             if link:
                 free_at[link] = ends_at[each.name]
-            spent.under_way[key] = spent.under_way.get(key, 0.0) + seconds
+            spent.under_way[key] += seconds
             if not link or not each.opcode.endswith("-start"):
                 _wait(spent, key, ends_at[each.name])
         elif each.opcode.endswith(("-done", "-update")):
@@ -168,15 +173,14 @@ def _compute(
     for fused in program.callees(each):
         for key in (Place(fused.name, each.name) for each in fused.instructions):
             if key in transfers:
-                under_way = transfers[key].seconds
-                spent.under_way[key] = spent.under_way.get(key, 0.0) + under_way
-                _wait(spent, key, spent.seconds - seconds + under_way)
+                spent.under_way[key] += transfers[key].seconds
+                _wait(spent, key, spent.seconds - seconds + transfers[key].seconds)
 
 
 def _wait(spent: ProgramTime, key: Place, until: float) -> None:
     wait = max(0.0, until - spent.seconds)
     spent.seconds += wait
-    spent.waited[key] = spent.waited.get(key, 0.0) + wait
+    spent.waited[key] += wait
 
 
 def _start(computation: Computation, each: Instruction) -> str:

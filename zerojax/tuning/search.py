@@ -24,7 +24,7 @@ REFINED = 2
 
 
 NAMES = "names:..."
-"""What blocks keep by value, before the names are known."""
+"""The name for what blocks keep by value, before the values are known."""
 
 
 class SearchResult(NamedTuple):

@@ -54,7 +54,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 class StepOptions(NamedTuple):
-    """The options of `plan` and `fit` that describe a step, as given; the last two are `plan`'s."""
+    """The options that `plan` and `fit` share, as given."""
 
     model: str
     devices: str
@@ -64,8 +64,6 @@ class StepOptions(NamedTuple):
     mesh_axes: str | None
     attention: str | None
     as_json: bool
-    remat: bool | None = None
-    remat_policy: str | None = None
 
 
 def wrong_input(message: object) -> NoReturn:

@@ -17,7 +17,7 @@ from zerojax.cli.planned import Planned, values
 from zerojax.cli.planning import function_of, mesh_of
 from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
-from zerojax.foresight.choice import LIVE
+from zerojax.foresight.choice import LIVE, Remat
 from zerojax.foresight.gathered import with_room_filled
 from zerojax.foresight.remedies import remedies
 from zerojax.models.attention import choose_attention
@@ -29,19 +29,25 @@ from zerojax.tuning.study import Study
 
 
 def run(
-    config: ZeroConfig, asked: StepOptions, source: str, *, look: bool, picture: Path | None
+    config: ZeroConfig,
+    asked: StepOptions,
+    source: str,
+    *,
+    remat: Remat,
+    look: bool,
+    picture: Path | None,
 ) -> bool:
     """Prints the forecast of a step; exits with 2 for bad input.
 
     Args:
       config: The config, read from ``source``.
       look: Whether to look for settings that fit, if the step does not.
-      asked, picture: The options of the command.
+      asked, remat, picture: The options of the command.
 
     Returns:
       Whether the step fits.
     """
-    with _study(config, asked) as (study, function):
+    with _study(config, asked, remat) as (study, function):
         selected, forecast = study.given, study.forecast(study.given)
         is_auto = any(note.key.endswith(LIVE) and note.value == "auto" for note in config.notes)
         filled = with_room_filled(study, selected) if is_auto else None
@@ -68,9 +74,9 @@ def run(
     return planned.forecast.fits
 
 
-def show_decided(config: ZeroConfig, asked: StepOptions) -> bool:
+def show_decided(config: ZeroConfig, asked: StepOptions, *, remat: Remat) -> bool:
     """Prints the collectives of a step, without a compile; returns True."""
-    with _study(config, asked) as (study, _):
+    with _study(config, asked, remat) as (study, _):
         table = study.collectives(study.given)
     if asked.as_json:
         terminal.print_json({"collectives": table.rows, "bytes_a_step": table.bytes_by_kind()})
@@ -83,14 +89,16 @@ def show_decided(config: ZeroConfig, asked: StepOptions) -> bool:
 
 
 @contextlib.contextmanager
-def _study(config: ZeroConfig, asked: StepOptions) -> Iterator[tuple[Study, Callable[..., object]]]:
+def _study(
+    config: ZeroConfig, asked: StepOptions, remat: Remat
+) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""
     with terminal.progress_bar("reading") as update:
         with wrong_inputs():
             mesh, rates = mesh_of(asked)
             function = function_of(asked)
-            kept = _kept(function, asked)
+            kept = _kept(function, asked.model, remat)
             study = Study(
                 function,
                 config,
@@ -105,20 +113,16 @@ def _study(config: ZeroConfig, asked: StepOptions) -> Iterator[tuple[Study, Call
             yield study, function
 
 
-def _kept(function: Callable[..., object], asked: StepOptions) -> bool | str:
-    """Returns what blocks keep by ``--remat`` and ``--remat-policy``, for a :class:`Study`.
+def _kept(function: Callable[..., object], model: str, remat: Remat) -> bool | str:
+    """Returns what blocks keep by ``--remat`` or ``--remat-policy``, for a :class:`Study`.
 
     Raises:
-      ValueError: The model does not take an option, or the options or the policy are wrong.
+      ValueError: The model does not take the option, or the policy is wrong.
     """
-    model, remat, policy = asked.model, asked.remat, asked.remat_policy
-    if remat is not None and not takes(function, "remat"):
+    if isinstance(remat, str):
+        if not takes_policy(function):
+            raise ValueError(f"--remat-policy: model {model!r} takes no `remat` and `remat_policy`")
+        remat_policy(remat)
+    elif remat is not None and not takes(function, "remat"):
         raise ValueError(f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`")
-    if policy is None:
-        return remat is not False
-    if not takes_policy(function):
-        raise ValueError(f"--remat-policy: model {model!r} takes no `remat` and `remat_policy`")
-    if remat is False:
-        raise ValueError("--remat-policy and --no-remat exclude each other: remove one")
-    remat_policy(policy)
-    return policy
+    return True if remat is None else remat

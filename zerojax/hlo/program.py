@@ -164,6 +164,13 @@ class Run(NamedTuple):
     times: int
 
 
+class Caller(NamedTuple):
+    """The loop that runs a body, and the computation around that loop."""
+
+    computation: Computation
+    loop: Instruction
+
+
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
     """All computations by name, and the number of devices the program runs on."""
@@ -175,6 +182,16 @@ class HloProgram:
     @property
     def entry(self) -> Computation:
         return self.computations[self.entry_name]
+
+    @functools.cached_property
+    def callers(self) -> Mapping[str, Caller]:
+        """The caller of each loop's body, by the name of the body."""
+        return {
+            body.name: Caller(run.computation, run.instruction)
+            for run in self.walk()
+            if run.instruction.opcode == "while"
+            for body in self.callees(run.instruction)
+        }
 
     def walk(self, *, fused: bool = False) -> Iterator[Run]:
         """Yields the instructions that run, in scheduled order.

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
 from zerojax.hlo.provenance import (
     ALIASES,
-    Callers,
-    callers_of,
     hands_on,
     is_argument,
     moved_from,
@@ -91,12 +89,11 @@ def gather_lifetimes(text: str) -> tuple[Lifetime, ...]:
       ValueError: The text is not a compiled program's.
     """
     program = parse(text)
-    callers = callers_of(program)
     return tuple(
         each
         for run in program.walk()
         if run.instruction is run.computation.instructions[0]
-        for each in _lifetimes(program, callers, run.computation)
+        for each in _lifetimes(program, run.computation)
     )
 
 
@@ -122,9 +119,7 @@ def peak_gathered_bytes(text: str) -> int:
     return peak(program.entry)
 
 
-def _lifetimes(
-    program: HloProgram, callers: Callers, computation: Computation
-) -> Iterator[Lifetime]:
+def _lifetimes(program: HloProgram, computation: Computation) -> Iterator[Lifetime]:
     for done, instruction in enumerate(computation.instructions):
         if instruction.opcode not in ("all-gather", "all-gather-done"):
             continue
@@ -152,9 +147,7 @@ def _lifetimes(
                 backward=any("transpose(" in name for name in names),
                 stacked=any(each.stacks for each in uses),
                 of_parameter=shape.dtype.startswith(("f", "bf"))
-                and is_argument(
-                    program, callers, computation, start.operands[element], gathered=True
-                ),
+                and is_argument(program, computation, start.operands[element], gathered=True),
             )
 
 

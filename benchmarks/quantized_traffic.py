@@ -152,7 +152,7 @@ def compiled(
 def touched(program: HloProgram) -> int:
     """Bytes that the kernels of a program read and write, without matrix products."""
     total = 0
-    for computation, each, times, _ in program.walk():
+    for computation, each, times in program.walk():
         if each.opcode not in FREE and not _is_transfer(each):
             work = work_of(program, computation, each)
             total += 0 if work.flops else times * work.bytes

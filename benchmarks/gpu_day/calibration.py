@@ -154,7 +154,7 @@ def modelled(program: HloProgram, speeds: Rates) -> dict[str, list[Any]]:
     """By instruction: seconds of all its runs, number of runs, FLOPs, bytes, first result,
     origin."""
     found: dict[str, list[Any]] = {}
-    for computation, each, times, _ in program.walk():
+    for computation, each, times in program.walk():
         if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
             continue
         work = work_of(program, computation, each)

@@ -10,7 +10,8 @@ LONG = "device memory, " * 20
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    made = table(("what", ">bytes"), [(LONG + "x" * 80, "1")])
+    columns = {"what": lambda n: LONG + "x" * n, ">none": lambda n: "", ">bytes": lambda n: "1"}
+    made = table(columns, [80])
     console().print(made)
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     return [line for line in plain.splitlines() if line.strip()]

@@ -16,7 +16,7 @@ UNEVEN = (tuple(range(6)), tuple(range(6, 12)))
 
 
 def collective(kind: str, groups: Groups, elements: int = 480) -> Collective:
-    return Collective(kind, (Shape("s8", (elements,)),), groups, 3, True, "c", "main", "")
+    return Collective(kind, (Shape("s8", (elements,)),), groups, 3, "c", "main", "")
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,19 @@
 """
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from zerojax.cli import terminal
 from zerojax.cli.options import AsJson, wrong_input
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.explain import NOT_GIVEN, Became, Explanation, Row
+from zerojax.config.explain import NOT_GIVEN, Became, Row
 from zerojax.config.explain import explain as explained
 
 STYLES: dict[Became, str] = {
@@ -68,45 +66,29 @@ def explain(
         explanation = explained(config, auto=stand_ins(auto or []), devices=devices, every=every)
     except ConfigError as error:
         wrong_input(error)
+    problems, console = explanation.problems, terminal.console()
     if as_json:
         rows = [row._asdict() for row in explanation.rows]
         keys = [{name: x for name, x in row.items() if x is not NOT_GIVEN} for row in rows]
-        terminal.print_json({"config": config, "keys": keys, "problems": explanation.problems})
+        terminal.print_json({"config": config, "keys": keys, "problems": problems})
     else:
-        show(str(config), explanation)
-    if explanation.problems:
+        columns: dict[str, Callable[[Row], str | Text]] = {
+            "key": lambda row: row.key,
+            "given": lambda row: "" if row.given is NOT_GIVEN else as_text(row.given, 40),
+            "resolved": lambda row: "" if row.resolved is None else as_text(row.resolved, 40),
+            "became": lambda row: Text(row.became, style=STYLES[row.became], no_wrap=True),
+            "why": lambda row: row.why,
+        }
+        console.print(terminal.table(columns, explanation.rows))
+        counts = Counter(row.became for row in explanation.rows)
+        summary = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
+        console.print(f"{escape(str(config))}: {summary}", soft_wrap=True)
+        if (n := len(problems)) > 0:
+            console.print(f"[bold red]{n} problem{'s' if n > 1 else ''}:[/]")
+        for problem in problems:
+            console.print(f"  {escape(problem)}", soft_wrap=True)
+    if problems:
         raise typer.Exit(2)
-
-
-def show(source: str, found: Explanation) -> None:
-    """Prints the table, the number of keys by their effect, and the problems."""
-    console = terminal.console()
-    console.print(_table(found.rows, grouped=sys.stdout.isatty()))
-    counts = Counter(row.became for row in found.rows)
-    summary = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
-    console.print(f"{escape(source)}: {summary}", soft_wrap=True)
-    if found.problems:
-        n = len(found.problems)
-        console.print(f"[bold red]{n} problem{'s' if n > 1 else ''}:[/]")
-    for problem in found.problems:
-        console.print(f"  {escape(problem)}", soft_wrap=True)
-
-
-def _table(rows: Sequence[Row], grouped: bool) -> Table:
-    """Returns the table; if grouped, a section's name is a row above its keys: lines stay short."""
-    cells: list[tuple[str | Text, ...]] = []
-    previous_section = ""
-    for row in rows:
-        section, _, name = row.key.rpartition(".")
-        if grouped and section and section != previous_section:
-            cells.append((Text(section, style="bold"),))
-        previous_section = section
-        key = f"  {name}" if grouped and section else row.key
-        given = "" if row.given is NOT_GIVEN else as_text(row.given, 40)
-        resolved = "" if row.resolved is None else as_text(row.resolved, 40)
-        became = Text(row.became, style=STYLES[row.became], no_wrap=True)
-        cells.append((key, given, resolved, became, row.why))
-    return terminal.table(("key", "given", "resolved", "became", "why"), cells)
 
 
 def stand_ins(given: list[str]) -> dict[str, object] | None:

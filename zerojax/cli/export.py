@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
-from zerojax.cli.terminal import bytes_bar, print_json
+from zerojax.cli.terminal import print_json, progress_bar
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.naming import Names
@@ -66,7 +66,7 @@ def export(
 
     start = time.perf_counter()
     try:
-        with bytes_bar("writing") as update:
+        with progress_bar("writing") as update:
             found = exported(
                 checkpoint,
                 out,

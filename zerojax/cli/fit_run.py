@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -39,7 +39,7 @@ def run(
     """Searches, prints the ranking and writes the config; exits with 3 if nothing fits and with 2
     for bad input. The arguments are the options of the command."""
     doing = f"model {asked.model!r} cannot be planned"
-    with terminal.steps_bar("reading") as update, wrong_inputs(doing):
+    with terminal.progress_bar("reading") as update, wrong_inputs(doing):
         mesh, rates = mesh_of(asked)
         try:
             fitted = choose(
@@ -117,37 +117,26 @@ def _best(ranking: Sequence[Trial]) -> list[Trial]:
 
 
 def _show(trials: Sequence[Trial], title: str) -> None:
-    has_stages = any(trial.choice.pipeline > 1 for trial in trials)
-    repeats = any(trial.forecast.bytes_again for trial in trials)
-    heads = (
-        "stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered",
-        *(["pipeline"] if has_stages else ()), ">tokens/s", ">MFU", ">device memory",
-        ">host memory", *([">XLA repeats"] if repeats else ()),
-    )  # fmt: skip
-    rows = []
-    for trial in trials:
-        choice, forecast = trial.choice, trial.forecast
-        again = f"{size(forecast.bytes_again)}, {duration(forecast.seconds_again)}"
-        rows.append(
-            (
-                str(choice.stage),
-                str(choice.micro),
-                str(choice.accumulation),
-                REMAT.get(choice.remat, str(choice.remat)),
-                choice.offload,
-                size(forecast.plan.live.bytes) if forecast.plan.live else "",
-                *(
-                    [f"{choice.pipeline} stages" if choice.pipeline > 1 else ""]
-                    if has_stages
-                    else ()
-                ),
-                f"{trial.tokens_per_second:,.0f}",
-                f"{forecast.mfu:.1%}",
-                size(forecast.peak.bytes),
-                size(forecast.host_bytes),
-                *([again if forecast.bytes_again else ""] if repeats else ()),
-            )
-        )
-    table = terminal.table(heads, rows)
+    columns: dict[str, Callable[[Trial], str]] = {
+        "stage": lambda each: str(each.choice.stage),
+        "micro-batch": lambda each: str(each.choice.micro),
+        "accumulation": lambda each: str(each.choice.accumulation),
+        "remat": lambda each: REMAT.get(each.choice.remat, str(each.choice.remat)),
+        "offloaded": lambda each: each.choice.offload,
+        ">stay gathered": lambda each: size(n) if (n := each.forecast.plan.live.bytes) else "",
+        "pipeline": lambda each: (
+            f"{each.choice.pipeline} stages" if each.choice.pipeline > 1 else ""
+        ),
+        ">tokens/s": lambda each: f"{each.tokens_per_second:,.0f}",
+        ">MFU": lambda each: f"{each.forecast.mfu:.1%}",
+        ">device memory": lambda each: size(each.forecast.peak.bytes),
+        ">host memory": lambda each: size(each.forecast.host_bytes),
+        ">XLA repeats": lambda each: (
+            f"{size(each.forecast.bytes_again)}, {duration(each.forecast.seconds_again)}"
+            if each.forecast.bytes_again
+            else ""
+        ),
+    }
+    table = terminal.table(columns, trials)
     table.title, table.title_justify = title, "left"
     terminal.console().print(table)

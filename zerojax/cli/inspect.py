@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
-from zerojax.cli.terminal import bytes_bar
+from zerojax.cli.terminal import progress_bar
 
 
 def inspect(
@@ -45,7 +45,7 @@ def inspect(
     jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
 
     try:
-        with bytes_bar("reading") as update:
+        with progress_bar("reading") as update:
             inspection = inspected(
                 checkpoint,
                 quick=quick,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -13,7 +14,7 @@ from zerojax.cli import terminal
 from zerojax.plan.table import columns, size
 
 if TYPE_CHECKING:
-    from zerojax.checkpoint.inspection import InspectedStep, Inspection, Status
+    from zerojax.checkpoint.inspection import InspectedArray, InspectedStep, Inspection, Status
 
 STYLES: dict[Status, str] = {
     "complete": "green",
@@ -122,38 +123,29 @@ def _about(step: InspectedStep) -> list[tuple[str, str]]:
 
 
 def _table(found: Inspection) -> Table:
-    heads = ("step", "saved, UTC", "status", ">arrays", ">bytes", ">on disk", ">problems")
-    return terminal.table(
-        heads,
-        (
-            (
-                step.folder if step.step is None else str(step.step),
-                (step.saved or "")[:16].replace("T", " "),
-                Text(step.status, style=STYLES[step.status]),
-                f"{len(step.arrays):,}",
-                size(sum(step.sizes.values())),
-                size(step.bytes_on_disk),
-                Text(f"{len(step.problems):,}" if step.problems else "", style="red"),
-            )
-            for step in found.steps
+    columns: dict[str, Callable[[InspectedStep], str | Text]] = {
+        "step": lambda each: each.folder if each.step is None else str(each.step),
+        "saved, UTC": lambda each: (each.saved or "")[:16].replace("T", " "),
+        "status": lambda each: Text(each.status, style=STYLES[each.status]),
+        ">arrays": lambda each: f"{len(each.arrays):,}",
+        ">bytes": lambda each: size(sum(each.sizes.values())),
+        ">on disk": lambda each: size(each.bytes_on_disk),
+        ">problems": lambda each: Text(
+            f"{len(each.problems):,}" if each.problems else "", style="red"
         ),
-    )
+    }
+    return terminal.table(columns, found.steps)
 
 
 def _leaves(step: InspectedStep) -> Table:
-    return terminal.table(
-        ("array", "shape", "dtype", "spec", ">bytes"),
-        (
-            (
-                array.name,
-                "x".join(map(str, array.shape)) or "scalar",
-                array.dtype,
-                "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})",
-                size(array.bytes),
-            )
-            for array in step.arrays
-        ),
-    )
+    columns: dict[str, Callable[[InspectedArray], str]] = {
+        "array": lambda each: each.name,
+        "shape": lambda each: "x".join(map(str, each.shape)) or "scalar",
+        "dtype": lambda each: each.dtype,
+        "spec": lambda each: "" if each.spec is None else f"P({', '.join(map(_entry, each.spec))})",
+        ">bytes": lambda each: size(each.bytes),
+    }
+    return terminal.table(columns, step.arrays)
 
 
 def _entry(entry: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -134,7 +134,7 @@ def devices() -> tuple[Devices, ...]:
 def _of_kind(group: list[jax.Device]) -> Devices:
     first = group[0]
     local = [device for device in group if device.process_index == jax.process_index()]
-    limits = [n for device in local if (n := _memory(device).get("bytes_limit")) is not None]
+    limits = [n for device in local if (n := (device.memory_stats() or {}).get("bytes_limit"))]
     return Devices(
         platform=first.platform,
         kind=first.device_kind,
@@ -145,13 +145,6 @@ def _of_kind(group: list[jax.Device]) -> Devices:
         driver=", ".join(first.client.platform_version.split("\n")),
         capability=str(getattr(first, "compute_capability", "")),
     )
-
-
-def _memory(device: jax.Device) -> Mapping[str, int]:
-    try:
-        return device.memory_stats() or {}
-    except (jax.errors.JaxRuntimeError, NotImplementedError):
-        return {}  # some backends do not report their memory
 
 
 def _in_one_line(error: Exception) -> str:

@@ -35,7 +35,6 @@
 - `programs`: The fields of zerojax.foresight.forecast.ProgramCost, for each program.
 - `traffic`: The fields of zerojax.foresight.forecast.Traffic, for each kind of collective or copy.
 - `rates`: The fields of zerojax.devices.rates.Rates.
-- `weighed`: The figures of each option that an "auto" was chosen from.
 - `remedies`: set and the figures of each choice that fits; null if none were searched for.
 - `stages`: Memory by kind for each stage, with --picture.
 - `compile_seconds`: Seconds of all compiles.
@@ -156,6 +155,8 @@ def plan(
             wrong_input(f"{option} has no effect {where} --generate: remove it{remedy}")
     if picture is not None and collectives:
         wrong_input("--picture draws memory, which --collectives does not compute: remove one")
+    if remat_policy is not None and remat is False:
+        wrong_input("--remat-policy and --no-remat exclude each other: remove one")
     try:
         if picture is not None:
             check_picture(picture)
@@ -165,15 +166,13 @@ def plan(
     from zerojax.cli import plan_generate, plan_run  # import JAX
 
     asked = StepOptions(model, devices, batch, seq, network, mesh_axes, attention, as_json)
+    kept = remat_policy or remat
     if generate is not None:
         bits = None if quantize is None else int(quantize.removeprefix("int"))
         fits = plan_generate.run(zero_config, asked, new=generate, weights=weights, bits=bits)
     elif collectives:
-        fits = plan_run.show_decided(zero_config, asked, remat=remat, policy=remat_policy)
+        fits = plan_run.show_decided(zero_config, asked, remat=kept)
     else:
-        fits = plan_run.run(
-            zero_config, asked, str(config),
-            remat=remat, policy=remat_policy, look=look, picture=picture,
-        )  # fmt: skip
+        fits = plan_run.run(zero_config, asked, str(config), remat=kept, look=look, picture=picture)
     if not fits:
         raise typer.Exit(3)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
-import jax
 import typer
+from flax import nnx
 
-from zerojax.api import zero
 from zerojax.cli import terminal
 from zerojax.cli.options import StepOptions
 from zerojax.cli.planning import function_of, mesh_of
@@ -20,11 +17,9 @@ from zerojax.devices.arranged import arranged
 from zerojax.devices.mesh import batch_devices
 from zerojax.generation.forecast import Batch, forecast
 from zerojax.generation.weights import Weights
-from zerojax.models.registry import bound
 from zerojax.plan.table import size
 from zerojax.quantize import quantize_weights
-from zerojax.tuning.study import check_axes
-from zerojax.tuning.workload import Workload, workload
+from zerojax.tuning.study import abstract_workload
 
 RESULTS = ("on_host", "fits", "peak", "tokens_per_second", "least_seconds")
 """The properties of a forecast that are figures."""
@@ -47,14 +42,21 @@ def run(
       Whether the generation fits.
     """
     with (
-        terminal.steps_bar("compiling the programs of a generation"),
+        terminal.progress_bar("compiling the programs of a generation"),
         wrong_inputs(f"model {asked.model!r} cannot be planned"),
     ):
         mesh, rates = mesh_of(asked)
         function = function_of(asked)
         mesh = arranged(mesh, config)
         rows = asked.batch or batch_devices(mesh)
-        module, params = _abstract(function, config, mesh, rows, asked.seq + new)
+        _, work, objects = abstract_workload(
+            function, quiet(config), mesh, rows, asked.seq + new, remat=False
+        )
+        state = objects[0]
+        is_nnx = isinstance(state, nnx.Module)
+        module, params = (state, None) if is_nnx else (work.model, state.params)
+        if module is None:
+            raise TypeError("--generate needs zerojax.Workload(..., model=model), a flax model")
         if bits is not None:
             params = quantize_weights(params, bits)
         batch = Batch(rows, asked.seq, new)
@@ -67,29 +69,3 @@ def run(
         typer.echo(found)
         typer.echo("fits" if over <= 0 else f"does not fit by {size(over)}")
     return found.fits
-
-
-def _abstract(
-    function: Callable[..., Any], config: ZeroConfig, mesh: jax.sharding.Mesh, rows: int, seq: int
-) -> tuple[Any, Any]:
-    """Returns a model, and its abstract parameters at rest; an NNX model is abstract itself."""
-    decorated = zero(quiet(config), mesh=mesh)
-    options = {"zero": decorated, "rows": rows, "seq": seq, "remat": False, "remat_policy": None}
-    build, models = bound(function, options), list[Any]()
-
-    def make() -> Any:
-        models.append(build())
-        return models[-1]
-
-    work = workload(make, decorated, rows, seq)
-    model = models[0].model if isinstance(models[0], Workload) else models[0]
-    if work.specs is not None:
-        decorated = zero(quiet(config), mesh=mesh, specs=work.specs)
-    state = decorated.abstract_state(work.create_state, jax.random.key(0))
-    objects = state if isinstance(state, tuple) else (state,)
-    check_axes(decorated.plan(*objects))
-    if isinstance(state, tuple):
-        return state[0], None
-    if model is None:
-        raise TypeError("--generate needs zerojax.Workload(..., model=model), a flax model")
-    return model, state.params

@@ -12,7 +12,7 @@ from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
 from zerojax.plan.table import size
 
-_INK, _FAINT, _FULL = "#22272e", "#d8dce2", "#b3261e"
+_FULL = "#b3261e"
 _COLOURS = (
     "#3b6fb6", "#d9622b", "#7a5ba6", "#b9a5d6", "#8fb3e0", "#3f9b6d", "#e0a030", "#7d8794",
     "#aab2bd", "#d8dce2",
@@ -76,17 +76,12 @@ def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
             axes.barh(list(stages), widths, left=starts, height=0.6, color=colour, label=label)
             starts = [at + width for at, width in zip(starts, widths, strict=True)]
     for row, forecast in enumerate(stages.values()):
-        at, colour = forecast.peak.bytes / 1e9 + most / 100, _INK if forecast.fits else _FULL
-        axes.text(at, row, size(forecast.peak.bytes), va="center", color=colour, fontweight="bold")
-    axes.axvline(memory, color=_FULL, linewidth=1.5, linestyle="--", label="device memory")
+        at, colour = forecast.peak.bytes / 1e9 + most / 100, "black" if forecast.fits else _FULL
+        axes.text(at, row, size(forecast.peak.bytes), va="center", color=colour)
+    axes.axvline(memory, color=_FULL, linestyle="--", label="device memory")
     axes.invert_yaxis()
     axes.set_xlim(0, most * 1.12)
-    axes.set_xlabel("GB of each device at the peak of a step, as compiled", color=_INK)
-    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=12)
-    axes.tick_params(colors=_INK, length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.grid(axis="x", color=_FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside lower left", ncols=5, frameon=False, labelcolor=_INK, fontsize=9)
+    axes.set_xlabel("GB of each device at the peak of a step, as compiled")
+    axes.set_title(title, loc="left")
+    figure.legend(loc="outside lower left", ncols=5, frameon=False)
     figure.savefig(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import typer
@@ -16,8 +17,8 @@ from zerojax.cli.planned import Planned, values
 from zerojax.cli.planning import function_of, mesh_of
 from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
-from zerojax.foresight.choice import LIVE
-from zerojax.foresight.gathered import weighed
+from zerojax.foresight.choice import LIVE, Remat
+from zerojax.foresight.gathered import with_room_filled
 from zerojax.foresight.remedies import remedies
 from zerojax.models.attention import choose_attention
 from zerojax.models.registry import takes, takes_policy
@@ -32,8 +33,7 @@ def run(
     asked: StepOptions,
     source: str,
     *,
-    remat: bool | None,
-    policy: str | None,
+    remat: Remat,
     look: bool,
     picture: Path | None,
 ) -> bool:
@@ -42,17 +42,17 @@ def run(
     Args:
       config: The config, read from ``source``.
       look: Whether to look for settings that fit, if the step does not.
-      asked, remat, policy, picture: The options of the command.
+      asked, remat, picture: The options of the command.
 
     Returns:
       Whether the step fits.
     """
-    with _study(config, asked, remat, policy) as (study, function):
+    with _study(config, asked, remat) as (study, function):
         selected, forecast = study.given, study.forecast(study.given)
         is_auto = any(note.key.endswith(LIVE) and note.value == "auto" for note in config.notes)
-        gathered = weighed(study, selected) if is_auto else ()
-        if gathered:
-            selected, forecast = gathered[0].choice, gathered[0].forecast
+        filled = with_room_filled(study, selected) if is_auto else None
+        if filled is not None and filled.seconds < forecast.seconds:
+            selected, forecast = filled.choice, filled.forecast
         alternatives = tuple(remedies(study)) if look and not forecast.fits else None
         stages, refused = (
             ({}, []) if picture is None else plan_picture.forecasts(study.given, study.forecast)
@@ -61,9 +61,7 @@ def run(
     if takes(function, "attention"):
         decorated = Zero(config, forecast.plan.mesh)
         implementation = choose_attention(decorated, asked.attention or "auto")
-    planned = Planned(
-        asked, source, selected, forecast, alternatives, stages, implementation, gathered
-    )
+    planned = Planned(asked, source, selected, forecast, alternatives, stages, implementation)
     if picture is not None:
         title = f"{asked.model}, batch {planned.rows} of {asked.seq} tokens on {asked.devices}"
         plan_picture.draw(picture, title, planned.stages)
@@ -76,17 +74,15 @@ def run(
     return planned.forecast.fits
 
 
-def show_decided(
-    config: ZeroConfig, asked: StepOptions, *, remat: bool | None, policy: str | None
-) -> bool:
+def show_decided(config: ZeroConfig, asked: StepOptions, *, remat: Remat) -> bool:
     """Prints the collectives of a step, without a compile; returns True."""
-    with _study(config, asked, remat, policy) as (study, _):
+    with _study(config, asked, remat) as (study, _):
         table = study.collectives(study.given)
     if asked.as_json:
         terminal.print_json({"collectives": table.rows, "bytes_a_step": table.bytes_by_kind()})
         return True
-    heads = (f">{head}" if i in RIGHT else head for i, head in enumerate(HEADS))
-    terminal.console().print(terminal.table(heads, table.cells()[1:]))
+    columns = {f">{x}" if i in RIGHT else x: itemgetter(i) for i, x in enumerate(HEADS)}
+    terminal.console().print(terminal.table(columns, table.cells()[1:]))
     for kind, n in table.bytes_by_kind().items():
         typer.echo(f"{kind}: each device sends {size(n)} a step")
     return True
@@ -94,15 +90,15 @@ def show_decided(
 
 @contextlib.contextmanager
 def _study(
-    config: ZeroConfig, asked: StepOptions, remat: bool | None, policy: str | None
+    config: ZeroConfig, asked: StepOptions, remat: Remat
 ) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""
-    with terminal.steps_bar("reading") as update:
+    with terminal.progress_bar("reading") as update:
         with wrong_inputs():
             mesh, rates = mesh_of(asked)
             function = function_of(asked)
-            kept = _kept(function, asked.model, remat, policy)
+            kept = _kept(function, asked.model, remat)
             study = Study(
                 function,
                 config,
@@ -117,21 +113,16 @@ def _study(
             yield study, function
 
 
-def _kept(
-    function: Callable[..., object], model: str, remat: bool | None, policy: str | None
-) -> bool | str:
-    """Returns what blocks keep by ``--remat`` and ``--remat-policy``, for a :class:`Study`.
+def _kept(function: Callable[..., object], model: str, remat: Remat) -> bool | str:
+    """Returns what blocks keep by ``--remat`` or ``--remat-policy``, for a :class:`Study`.
 
     Raises:
-      ValueError: The model does not take an option, or the options or the policy are wrong.
+      ValueError: The model does not take the option, or the policy is wrong.
     """
-    if remat is not None and not takes(function, "remat"):
+    if isinstance(remat, str):
+        if not takes_policy(function):
+            raise ValueError(f"--remat-policy: model {model!r} takes no `remat` and `remat_policy`")
+        remat_policy(remat)
+    elif remat is not None and not takes(function, "remat"):
         raise ValueError(f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`")
-    if policy is None:
-        return remat is not False
-    if not takes_policy(function):
-        raise ValueError(f"--remat-policy: model {model!r} takes no `remat` and `remat_policy`")
-    if remat is False:
-        raise ValueError("--remat-policy and --no-remat exclude each other: remove one")
-    remat_policy(policy)
-    return policy
+    return True if remat is None else remat

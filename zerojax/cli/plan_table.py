@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from rich.table import Table
 from rich.text import Text
@@ -10,8 +11,8 @@ from rich.text import Text
 from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
-from zerojax.foresight.choice import LIVE, Remat, changes
-from zerojax.foresight.forecast import Forecast
+from zerojax.foresight.choice import Remat, changes
+from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic
 from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
 
@@ -45,8 +46,6 @@ def _parts(planned: Planned, mark: str) -> Iterator[str | Text | Table]:
     if forecast.traffic:
         yield _traffic(forecast)
     yield from _about_time(forecast)
-    if planned.gathered:
-        yield _gathered(planned)
     if planned.remedies:
         yield "\nWhat fits, cheapest first, each compiled:"
         yield _remedies(planned, planned.remedies)
@@ -107,17 +106,18 @@ def _memory(planned: Planned, mark: str) -> Table:
     peak, memory = forecast.peak, forecast.rates.memory
     width = _BAR / max(memory, peak.bytes)
 
-    def bar(n: int) -> str:
-        return mark * round(n * width)
+    def line(name: str, n: int) -> tuple[str, str, str]:
+        return name, size(n), mark * round(n * width)
 
-    table = terminal.table(("memory of a device", ">bytes", ""))
-    for kind in KINDS:
-        if kind in peak.memory:
-            table.add_row(kind, size(peak.memory[kind]), bar(peak.memory[kind]))
+    kinds = [line(kind, peak.memory[kind]) for kind in KINDS if kind in peak.memory]
+    heads = ("memory of a device", ">bytes", "")
+    table = terminal.table({head: itemgetter(i) for i, head in enumerate(heads)}, kinds)
     table.add_section()
-    table.add_row("total", size(peak.bytes), bar(peak.bytes), style="bold")
-    table.add_row("device memory", size(memory), bar(memory))
-    table.add_row("reserve", size(planned.reserve), "for the driver, NCCL and the allocator")
+    table.add_row(*line("total", peak.bytes), style="bold")
+    table.add_row(*line("device memory", memory))
+    table.add_row(
+        "reserve", size(memory - forecast.rates.room), "for the driver, NCCL and the allocator"
+    )
     if forecast.fits:
         table.add_row("headroom", size(forecast.headroom), style="bold green")
     else:
@@ -126,19 +126,14 @@ def _memory(planned: Planned, mark: str) -> Table:
 
 
 def _programs(forecast: Forecast) -> Table:
-    return terminal.table(
-        ("program", ">memory of a device", ">time", ">compile", ""),
-        (
-            (
-                each.name,
-                size(each.bytes),
-                duration(each.seconds),
-                duration(each.compile.seconds),
-                "the peak above" if each is forecast.peak else "",
-            )
-            for each in forecast.programs
-        ),
-    )
+    columns: dict[str, Callable[[ProgramCost], str]] = {
+        "program": lambda each: each.name,
+        ">memory of a device": lambda each: size(each.bytes),
+        ">time": lambda each: duration(each.seconds),
+        ">compile": lambda each: duration(each.compile.seconds),
+        "": lambda each: "the peak above" if each is forecast.peak else "",
+    }
+    return terminal.table(columns, forecast.programs)
 
 
 def _about_memory(planned: Planned) -> Iterator[str]:
@@ -188,23 +183,17 @@ def _about_recomputing(planned: Planned) -> Iterator[str]:
 
 
 def _traffic(forecast: Forecast) -> Table:
+    columns: dict[str, Callable[[Traffic], str]] = {
+        "traffic of a step": lambda each: each.kind,
+        "dtypes": lambda each: ", ".join(each.dtypes),
+        ">times": lambda each: f"{each.times:,}",
+        ">sent a device": lambda each: size(each.bytes),
+        ">between nodes": lambda each: size(each.between_nodes) if crosses else "",
+        ">time": lambda each: duration(each.seconds),
+        ">hidden": lambda each: f"{each.hidden:.0%}",
+    }
     crosses = any(each.between_nodes for each in forecast.traffic)
-    heads = ("traffic of a step", "dtypes", ">times", ">sent a device")
-    return terminal.table(
-        (*heads, *([">between nodes"] if crosses else ()), ">time", ">hidden"),
-        (
-            (
-                each.kind,
-                ", ".join(each.dtypes),
-                f"{each.times:,}",
-                size(each.bytes),
-                *([size(each.between_nodes)] if crosses else ()),
-                duration(each.seconds),
-                f"{each.hidden:.0%}",
-            )
-            for each in forecast.traffic
-        ),
-    )
+    return terminal.table(columns, forecast.traffic)
 
 
 def _about_time(forecast: Forecast) -> Iterator[str]:
@@ -225,34 +214,12 @@ def _about_time(forecast: Forecast) -> Iterator[str]:
     yield f"compiled in {duration(forecast.compile_seconds)}"
 
 
-def _gathered(planned: Planned) -> Table:
-    """Returns the table of the options for an "auto"."""
-    return terminal.table(
-        (f'{LIVE} "auto"', ">held", ">total", ">step", ""),
-        (
-            (
-                f"{each.choice.live:,}" if each.choice.live else "0: nothing stays gathered",
-                size(each.forecast.plan.live.bytes),
-                size(each.forecast.peak.bytes),
-                duration(each.seconds),
-                "taken, the fastest by the forecast" if each.choice == planned.choice else "",
-            )
-            for each in planned.gathered
-        ),
-    )
-
-
 def _remedies(planned: Planned, remedies: Sequence[Trial]) -> Table:
-    return terminal.table(
-        ("set", ">total", ">headroom", ">host", ">step"),
-        (
-            (
-                ", ".join(changes(planned.choice, each.choice)),
-                size(each.forecast.peak.bytes),
-                size(each.forecast.headroom),
-                size(each.forecast.host_bytes),
-                duration(each.seconds),
-            )
-            for each in remedies
-        ),
-    )
+    columns: dict[str, Callable[[Trial], str]] = {
+        "set": lambda each: ", ".join(changes(planned.choice, each.choice)),
+        ">total": lambda each: size(each.forecast.peak.bytes),
+        ">headroom": lambda each: size(each.forecast.headroom),
+        ">host": lambda each: size(each.forecast.host_bytes),
+        ">step": lambda each: duration(each.seconds),
+    }
+    return terminal.table(columns, remedies)

@@ -41,8 +41,6 @@ class Planned:
       remedies: Choices that fit; None if none were searched for.
       stages: Forecasts of the same batch by stage and offload; empty without a picture.
       attention: The implementation in the plan; None for a model that has its own.
-      gathered: The options that an "auto" for what stays gathered was chosen from; the first is the
-        fastest, and the choice. Empty if the config leaves nothing open, or nothing may stay.
     """
 
     asked: StepOptions
@@ -52,7 +50,6 @@ class Planned:
     remedies: tuple[Trial, ...] | None = None
     stages: Mapping[str, Forecast] = dataclasses.field(default_factory=dict)
     attention: str | None = None
-    gathered: tuple[Trial, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -64,12 +61,6 @@ class Planned:
         """The order in which pipeline stages run micro-batches; None without stages."""
         plan = self.forecast.plan
         return Schedule.of(plan.mesh, self.choice.accumulation)
-
-    @property
-    def reserve(self) -> int:
-        """Bytes of a device's memory that no step may use."""
-        rates = self.forecast.rates
-        return rates.memory - rates.room
 
     @property
     def fraction(self) -> float | None:
@@ -96,12 +87,11 @@ def values(planned: Planned) -> dict[str, object]:
         "pipeline": schedule and {name: getattr(schedule, name) for name in PIPELINE},
         "parameters": forecast.parameters,
         **figures(Trial(planned.choice, forecast)),
-        "reserve": planned.reserve,
+        "reserve": forecast.rates.memory - forecast.rates.room,
         "mem_fraction": planned.fraction,
         "programs": forecast.programs,
         "traffic": forecast.traffic,
         "rates": forecast.rates,
-        "weighed": [*map(figures, planned.gathered)],
         "remedies": None
         if remedies is None
         else [{"set": [*changes(planned.choice, x.choice)], **figures(x)} for x in remedies],

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,7 +20,7 @@ from zerojax.cli import terminal
 from zerojax.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from zerojax.cli.machine import Devices, Machine
+    from zerojax.cli.machine import Devices, Machine, Package
 
 
 def report(as_json: AsJson = False) -> None:
@@ -48,28 +49,38 @@ def report(as_json: AsJson = False) -> None:
 
 def show(found: Machine) -> None:
     """Prints the tables of a machine."""
+    from zerojax.cli.machine import Package
+
     console = terminal.console()
-    if found.problem is None:
-        heads = ("device", "platform", "how many", "says")
-        console.print(terminal.table(heads, map(_device, found.devices)))
-    versions = [("python", found.python, "")]
-    for package in found.packages:
-        absent = "run from its folder" if package.name == "zerojax" else "not installed"
-        versions.append((package.name, package.version or absent, package.wanted))
-    console.print(terminal.table(("package", "version", "wanted"), versions))
+    devices: dict[str, Callable[[Devices], str]] = {
+        "device": lambda each: each.kind,
+        "platform": lambda each: each.platform,
+        "how many": lambda each: str(each.count),
+        "says": _says,
+    }
+    packages: dict[str, Callable[[Package], str]] = {
+        "package": lambda each: each.name,
+        "version": lambda each: (
+            each.version or ("run from its folder" if each.name == "zerojax" else "not installed")
+        ),
+        "wanted": lambda each: each.wanted,
+    }
+    console.print(terminal.table(devices, found.devices))
+    python = Package("python", found.python)
+    console.print(terminal.table(packages, (python, *found.packages)))
     if found.problem is not None:
         console.print(f"[bold red]JAX finds no devices:[/] {escape(found.problem)}", soft_wrap=True)
 
 
-def _device(devices: Devices) -> tuple[str, ...]:
+def _says(devices: Devices) -> str:
     from zerojax.plan.table import size  # imports JAX
 
     n = devices.processes
-    says = [f"{n} process{'es' if n > 1 else ''}", ", ".join(devices.memories)]
-    if devices.limit is not None:
-        says.append(f"{size(devices.limit)} each for a program")
-    if devices.capability:
-        says.append(f"compute capability {devices.capability}")
-    if devices.driver != devices.platform:
-        says.append(devices.driver)
-    return devices.kind, devices.platform, str(devices.count), "; ".join(filter(None, says))
+    says = [
+        f"{n} process{'es' if n > 1 else ''}",
+        ", ".join(devices.memories),
+        "" if devices.limit is None else f"{size(devices.limit)} each for a program",
+        devices.capability and f"compute capability {devices.capability}",
+        devices.driver if devices.driver != devices.platform else "",
+    ]
+    return "; ".join(filter(None, says))

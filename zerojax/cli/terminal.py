@@ -3,28 +3,20 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+R = TypeVar("R")
 _PIPED = 10_000
 
 
@@ -33,17 +25,23 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]] = ()) -> Table:
-    """Returns a table; a head that begins with ">" aligns its column right.
+def table(columns: Mapping[str, Callable[[R], str | Text]], rows: Iterable[R]) -> Table:
+    """Returns a table with a line for each row, without the columns that are empty in every line.
 
-    A cell that is a string is printed as it is; rich's markup in it is text.
+    Args:
+      columns: By the head of a column, what it says of a row. A head that begins with ">" aligns
+        its column right; rich's markup in a string is text.
+      rows: The rows.
     """
     result = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for head in heads:
+    lines = [[cell(row) for cell in columns.values()] for row in rows]
+    is_used = [any(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for head in itertools.compress(columns, is_used):
         name = head.removeprefix(">")
         result.add_column(name, justify="right" if name != head else "left", overflow="fold")
-    for row in rows:
-        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    for line in lines:
+        cells = itertools.compress(line, is_used)
+        result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
     return result
 
 
@@ -77,23 +75,11 @@ Update = Callable[..., None]
 """A function that updates a progress bar: `completed`, `total`, `description`."""
 
 
-def bytes_bar(description: str) -> AbstractContextManager[Update]:
-    """Opens a bar of bytes on stderr, removed at the end; no output unless on a terminal."""
-    return _bar(description, BarColumn(), DownloadColumn(), TransferSpeedColumn())
-
-
-def steps_bar(description: str) -> AbstractContextManager[Update]:
-    """Opens such a bar of a number of steps, which may be unknown."""
-    return _bar(
-        description, SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    )
-
-
 @contextlib.contextmanager
-def _bar(description: str, *columns: ProgressColumn) -> Iterator[Update]:
-    text, console = TextColumn("{task.description}", markup=False), Console(stderr=True)
+def progress_bar(description: str) -> Iterator[Update]:
+    """Opens a progress bar on stderr, removed at the end; no output unless on a terminal."""
     is_terminal = sys.stderr.isatty()
     with Progress(
-        text, *columns, console=console, transient=True, disable=not is_terminal
+        console=Console(stderr=True), transient=True, disable=not is_terminal
     ) as progress:
         yield functools.partial(progress.update, progress.add_task(description, total=None))

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from zerojax.hlo.assignment import HeldBuffer
-from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
-from zerojax.hlo.provenance import Callers, callers_of, is_argument
+from zerojax.hlo.program import Computation, HloProgram, parse
+from zerojax.hlo.provenance import is_argument
 from zerojax.plan.state_sharding import Leaf, Plan, layout
 from zerojax.xla import lowered
 
@@ -77,13 +77,12 @@ def attribute(
       known: The shapes of the parameters.
     """
     program = parse(text)
-    callers = callers_of(program)
     kinds = arguments(program)
     for each in held:
         computation = program.computations.get(each.computation)
         kind = OTHER
         if computation is not None and each.instruction in computation.position:
-            kind = _kind(program, callers, computation, each, known)
+            kind = _kind(program, computation, each, known)
         kinds[kind] += each.bytes
     remaining = temporary - sum(each.bytes for each in held)
     kinds[GAPS if held else OTHER] += max(remaining, 0)
@@ -102,7 +101,6 @@ def arguments(program: HloProgram) -> collections.Counter[str]:
 
 def _kind(
     program: HloProgram,
-    callers: Callers,
     computation: Computation,
     held: HeldBuffer,
     known: ParameterShapes,
@@ -110,14 +108,14 @@ def _kind(
     instruction = computation[held.instruction]
     if instruction.operation == "all-gather":
         is_parameter = any(
-            is_argument(program, callers, computation, each, gathered=True)
-            for each in instruction.operands
+            is_argument(program, computation, each, gathered=True) for each in instruction.operands
         )
         return GATHERED if is_parameter else ACTIVATIONS
     if instruction.operation in ("reduce-scatter", "all-reduce"):
         return GRADIENTS
     # Arrays that a loop carries have no name: they take the loop's.
-    loop_name = callers[computation.name].loop.op_name if computation.name in callers else ""
+    caller = program.callers.get(computation.name)
+    loop_name = caller.loop.op_name if caller else ""
     op_name = instruction.op_name or loop_name
     is_backward = "transpose(" in op_name
     matches = [i for i, shape in enumerate(instruction.shapes) if shape.bytes == held.bytes]
@@ -125,21 +123,16 @@ def _kind(
         shape = instruction.shapes[matches[0]]
         if _key(shape.dims) in known.params:
             element = matches[0] if len(instruction.shapes) > 1 else None
-            if is_argument(program, callers, computation, instruction.name, element):
+            if is_argument(program, computation, instruction.name, element):
                 return PARAMETERS
-            if _reformed(computation, instruction):
+            sources = [computation[x] for x in instruction.operands if x in computation.position]
+            if [source.operation for source in sources] == ["all-gather"]:
                 return GATHERED
             if is_backward:
                 return GRADIENTS
         if known.vocabulary and known.vocabulary in shape.dims:
             return LOGITS
     return ACTIVATIONS if is_backward or "jvp(" in op_name else OTHER
-
-
-def _reformed(computation: Computation, instruction: Instruction) -> bool:
-    """Returns whether an instruction's only operand is the result of an all-gather."""
-    sources = [computation[name] for name in instruction.operands if name in computation.position]
-    return len(sources) == 1 and sources[0].operation == "all-gather"
 
 
 def _shards(leaf: Leaf, plan: Plan) -> Iterator[Dims]:

@@ -255,6 +255,10 @@ class Forecast:
         )
 
 
+SUMMED = ("times", "bytes", "between_nodes", "seconds", "waited")
+"""The fields of :class:`Traffic` that add up."""
+
+
 def sum_traffic(parts: Iterable[tuple[Traffic, int]]) -> tuple[Traffic, ...]:
     """Returns the sum of traffics, each with the number of its runs, by kind."""
     kinds: dict[str, list[tuple[Traffic, int]]] = collections.defaultdict(list)
@@ -265,15 +269,6 @@ def sum_traffic(parts: Iterable[tuple[Traffic, int]]) -> tuple[Traffic, ...]:
         sizes = collections.Counter[str]()
         for part, runs in group:
             sizes.update(dict.fromkeys(part.dtypes, runs * part.bytes))
-        sums.append(
-            Traffic(
-                kind=kind,
-                dtypes=tuple(dtype for dtype, _ in sizes.most_common()),
-                times=sum(runs * part.times for part, runs in group),
-                bytes=sum(runs * part.bytes for part, runs in group),
-                between_nodes=sum(runs * part.between_nodes for part, runs in group),
-                seconds=sum(runs * part.seconds for part, runs in group),
-                waited=sum(runs * part.waited for part, runs in group),
-            )
-        )
+        totals = {name: sum(runs * getattr(part, name) for part, runs in group) for name in SUMMED}
+        sums.append(Traffic(kind, tuple(dtype for dtype, _ in sizes.most_common()), **totals))
     return tuple(sums)

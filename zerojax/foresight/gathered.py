@@ -13,34 +13,6 @@ ALL = sys.maxsize
 TRIES = 2
 
 
-def weighed(trials: Trials, choice: Choice) -> tuple[Trial, ...]:
-    """Compares amounts of parameters that stay gathered over an update, each compiled.
-
-    The candidates are nothing, about half of what the devices have room for, and all of that. The
-    largest amount is not always the fastest: the gathers of parameters that stay gathered run
-    before the arithmetic that could hide them.
-
-    Args:
-      trials: The trials of the step on the devices.
-      choice: A choice under which nothing stays gathered.
-
-    Returns:
-      The candidates that fit, fastest by the forecast first; among equally fast candidates, those
-      with less memory first. Empty if no parameter may stay gathered, or none fits.
-    """
-    filled = with_room_filled(trials, choice)
-    if filled is None:
-        return ()
-    candidates = [Trial(choice, trials.forecast(choice))]
-    half = _fitting(trials, choice, trials.plan(filled.choice).live.bytes // 2)
-    if 0 < half < filled.choice.live:
-        half_choice = dataclasses.replace(choice, live=half)
-        forecast = trials.tried(half_choice)
-        if forecast is not None and forecast.fits:
-            candidates.append(Trial(half_choice, forecast))
-    return tuple(sorted([*candidates, filled], key=lambda trial: trial.seconds))
-
-
 def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
     """Finds a choice with as many parameters gathered over an update as the devices have room for.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -82,19 +83,14 @@ class Trials:
         measured: Measure = measure,
     ) -> None:
         self.given, self.rates = given, rates
-        self._build, self._note, self._measured = build, note, measured
+        # Of each choice only the state is traced, and only once.
+        self._built = functools.cache(build)
+        self._note, self._measured = note, measured
         self._known: dict[Choice, Forecast] = {}
-        self._steps: dict[Choice, BuiltStep] = {}
         self._failed: Exception | None = None
         self.asked: list[Choice] = []
         self.fitted: dict[Choice, Trial] = {}
         self.limit(math.inf)
-
-    def _built(self, choice: Choice) -> BuiltStep:
-        """Returns the step under a choice. Only its state is traced, and only once."""
-        if choice not in self._steps:
-            self._steps[choice] = self._build(choice)
-        return self._steps[choice]
 
     def plan(self, choice: Choice) -> Plan:
         """Returns the plan of the state under a choice, without a compile."""

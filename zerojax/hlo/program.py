@@ -157,13 +157,18 @@ class Run(NamedTuple):
       computation: The computation that contains the instruction.
       instruction: The instruction.
       times: The product of the enclosing loops' trip counts; an unknown one counts once.
-      exact: Whether these trip counts are known.
     """
 
     computation: Computation
     instruction: Instruction
     times: int
-    exact: bool
+
+
+class Caller(NamedTuple):
+    """The loop that runs a body, and the computation around that loop."""
+
+    computation: Computation
+    loop: Instruction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +183,16 @@ class HloProgram:
     def entry(self) -> Computation:
         return self.computations[self.entry_name]
 
+    @functools.cached_property
+    def callers(self) -> Mapping[str, Caller]:
+        """The caller of each loop's body, by the name of the body."""
+        return {
+            body.name: Caller(run.computation, run.instruction)
+            for run in self.walk()
+            if run.instruction.opcode == "while"
+            for body in self.callees(run.instruction)
+        }
+
     def walk(self, *, fused: bool = False) -> Iterator[Run]:
         """Yields the instructions that run, in scheduled order.
 
@@ -189,14 +204,14 @@ class HloProgram:
         """
         inside = self.callees if fused else self.nested
 
-        def run(computation: Computation, times: int, exact: bool) -> Iterator[Run]:
+        def run(computation: Computation, times: int) -> Iterator[Run]:
             for each in computation.instructions:
-                yield Run(computation, each, times, exact)
+                yield Run(computation, each, times)
                 trips = self.trips(each) if each.opcode == "while" else 1
                 for callee in inside(each):
-                    yield from run(callee, times * (trips or 1), exact and trips is not None)
+                    yield from run(callee, times * (trips or 1))
 
-        return run(self.entry, 1, True)
+        return run(self.entry, 1)
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns the trip count of a ``while``, from XLA's note or its condition, else None.

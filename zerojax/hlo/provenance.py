@@ -1,8 +1,6 @@
 """Recognition of values that are arguments of a compiled program, only moved or converted."""
 
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction
 
@@ -14,30 +12,8 @@ MOVES = ALIASES | {
 }  # fmt: skip
 
 
-class Caller(NamedTuple):
-    """The loop that runs a body, and the computation around that loop."""
-
-    computation: Computation
-    loop: Instruction
-
-
-Callers = Mapping[str, Caller]
-"""The caller of each loop's body, by the name of the body."""
-
-
-def callers_of(program: HloProgram) -> Callers:
-    """Returns the caller of each loop's body."""
-    return {
-        body.name: Caller(computation, instruction)
-        for computation, instruction, *_ in program.walk()
-        if instruction.opcode == "while"
-        for body in program.callees(instruction)
-    }
-
-
 def is_argument(
     program: HloProgram,
-    callers: Callers,
     computation: Computation,
     name: str,
     element: int | None = None,
@@ -51,19 +27,18 @@ def is_argument(
 
     Args:
       program: The compiled program.
-      callers: The caller of each loop's body.
       computation: The computation that contains ``name``.
       name: The instruction that produces the value.
       element: The element of that instruction's tuple; None for a value that is not a tuple.
       gathered: Whether an all-gather counts as a move.
     """
-    recurse = functools.partial(is_argument, program, callers, gathered=gathered)
+    recurse = functools.partial(is_argument, program, gathered=gathered)
     instruction = computation[name]
     if instruction.opcode in ("fusion-done", "async-done", "all-gather-done"):
         instruction = computation[instruction.operands[0]]
     match instruction.operation:
-        case "parameter" if computation.name in callers and element is not None:
-            caller = callers[computation.name]
+        case "parameter" if computation.name in program.callers and element is not None:
+            caller = program.callers[computation.name]
             carried = caller.loop.operands[0]
             return recurse(caller.computation, carried, element)
         case "parameter":

@@ -12,7 +12,9 @@ by its trip count, a conditional the time of its slowest branch.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,6 +32,9 @@ class Place(NamedTuple):
 
     computation: str
     name: str
+
+
+_seconds = functools.partial(collections.defaultdict[Place, float], float)
 
 
 class Transfer(NamedTuple):
@@ -61,8 +66,8 @@ class ProgramTime:
     forward: float = 0.0
     again: float = 0.0
     bytes_again: int = 0
-    waited: dict[Place, float] = dataclasses.field(default_factory=dict)
-    under_way: dict[Place, float] = dataclasses.field(default_factory=dict)
+    waited: dict[Place, float] = dataclasses.field(default_factory=_seconds)
+    under_way: dict[Place, float] = dataclasses.field(default_factory=_seconds)
 
     def add(self, other: ProgramTime, times: int = 1) -> None:
         """Adds another part, which runs ``times`` times."""
@@ -70,9 +75,9 @@ class ProgramTime:
         self.forward += times * other.forward
         self.again += times * other.again
         self.bytes_again += times * other.bytes_again
-        for totals, added in ((self.waited, other.waited), (self.under_way, other.under_way)):
-            for key, seconds in added.items():
-                totals[key] = totals.get(key, 0.0) + times * seconds
+        for key in other.under_way:
+            self.waited[key] += times * other.waited[key]
+            self.under_way[key] += times * other.under_way[key]
 
 
 def program_time(
@@ -105,78 +110,78 @@ def program_time(
         is_beside = start.opcode == "copy-start" and not records_graphs
         link = ("to the device" if copy.inward else "to the host") if is_beside else None
         transfers[Place(copy.computation, copy.name)] = Transfer(seconds, link)
-    return _run(program, program.entry, transfers, rates)
+    return Timeline(program, transfers, rates).time(program.entry)
 
 
-def _run(
-    program: HloProgram,
-    computation: Computation,
-    transfers: Mapping[Place, Transfer],
-    rates: Rates,
-) -> ProgramTime:
-    spent = ProgramTime()
-    free_at: dict[str, float] = {}  # link -> the time at which it is free again
-    ends_at: dict[str, float] = {}  # name of a transfer -> the time at which the transfer ends
-    for each in computation.instructions:
-        key = Place(computation.name, each.name)
-        if key in transfers:
-            seconds, link = transfers[key]
-            begins_at = max(spent.seconds, free_at.get(link, 0.0)) if link else spent.seconds
-            ends_at[each.name] = begins_at + seconds
-            if link:
-                free_at[link] = ends_at[each.name]
-            spent.under_way[key] = spent.under_way.get(key, 0.0) + seconds
-            if not link or not each.opcode.endswith("-start"):
-                _wait(spent, key, ends_at[each.name])
-        elif each.opcode.endswith(("-done", "-update")):
-            started = _start(computation, each)
-            if started in ends_at:
-                _wait(spent, Place(computation.name, started), ends_at[started])
-        elif each.opcode == "while":
-            for body in program.callees(each):
-                spent.add(_run(program, body, transfers, rates), program.trips(each) or 1)
-        elif each.opcode in ("call", "conditional"):
-            callee_times = [
-                _run(program, callee, transfers, rates) for callee in program.callees(each)
-            ]
-            if callee_times:
-                spent.add(max(callee_times, key=lambda part: part.seconds))
-        elif each.opcode not in FREE:
-            _compute(program, computation, each, transfers, rates, spent)
-    for started, end in ends_at.items():
-        _wait(spent, Place(computation.name, started), end)
-    return spent
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The schedule of a program on devices of some speed.
 
+    Attributes:
+      program: The program.
+      transfers: Its collectives and copies.
+      rates: The speeds of the devices.
+    """
 
-def _compute(
-    program: HloProgram,
-    computation: Computation,
-    each: Instruction,
-    transfers: Mapping[Place, Transfer],
-    rates: Rates,
-    spent: ProgramTime,
-) -> None:
-    work = work_of(program, computation, each)
-    seconds = work.seconds(rates)
-    spent.seconds += seconds
-    if not is_again(each):
-        spent.forward += work.forward
-    else:
-        spent.again += seconds
-        spent.bytes_again += each.bytes
-    # XLA for TPUs places a collective inside the fusion that hides it.
-    for fused in program.callees(each):
-        for key in (Place(fused.name, each.name) for each in fused.instructions):
-            if key in transfers:
-                under_way = transfers[key].seconds
-                spent.under_way[key] = spent.under_way.get(key, 0.0) + under_way
-                _wait(spent, key, spent.seconds - seconds + under_way)
+    program: HloProgram
+    transfers: Mapping[Place, Transfer]
+    rates: Rates
+
+    def time(self, computation: Computation) -> ProgramTime:
+        """Predicts the time of one run of a computation."""
+        spent = ProgramTime()
+        free_at: dict[str, float] = {}  # link -> the time at which it is free again
+        ends_at: dict[str, float] = {}  # name of a transfer -> the time at which it ends
+        for each in computation.instructions:
+            key = Place(computation.name, each.name)
+            if key in self.transfers:
+                seconds, link = self.transfers[key]
+                begins_at = max(spent.seconds, free_at.get(link, 0.0)) if link else spent.seconds
+                ends_at[each.name] = begins_at + seconds
+                if link:
+                    free_at[link] = ends_at[each.name]
+                spent.under_way[key] += seconds
+                if not link or not each.opcode.endswith("-start"):
+                    _wait(spent, key, ends_at[each.name])
+            elif each.opcode.endswith(("-done", "-update")):
+                started = _start(computation, each)
+                if started in ends_at:
+                    _wait(spent, Place(computation.name, started), ends_at[started])
+            elif each.opcode == "while":
+                for body in self.program.callees(each):
+                    spent.add(self.time(body), self.program.trips(each) or 1)
+            elif each.opcode in ("call", "conditional"):
+                parts = map(self.time, self.program.callees(each))
+                spent.add(max(parts, key=lambda part: part.seconds, default=ProgramTime()))
+            elif each.opcode not in FREE:
+                self._compute(computation, each, spent)
+        for started, end in ends_at.items():
+            _wait(spent, Place(computation.name, started), end)
+        return spent
+
+    def _compute(self, computation: Computation, each: Instruction, spent: ProgramTime) -> None:
+        """Adds an instruction that computes."""
+        work = work_of(self.program, computation, each)
+        seconds = work.seconds(self.rates)
+        spent.seconds += seconds
+        if not is_again(each):
+            spent.forward += work.forward
+        else:
+            spent.again += seconds
+            spent.bytes_again += each.bytes
+        # XLA for TPUs places a collective inside the fusion that hides it.
+        for fused in self.program.callees(each):
+            for key in (Place(fused.name, each.name) for each in fused.instructions):
+                if key in self.transfers:
+                    under_way = self.transfers[key].seconds
+                    spent.under_way[key] += under_way
+                    _wait(spent, key, spent.seconds - seconds + under_way)
 
 
 def _wait(spent: ProgramTime, key: Place, until: float) -> None:
     wait = max(0.0, until - spent.seconds)
     spent.seconds += wait
-    spent.waited[key] = spent.waited.get(key, 0.0) + wait
+    spent.waited[key] += wait
 
 
 def _start(computation: Computation, each: Instruction) -> str:

@@ -33,8 +33,8 @@ class Collective:
       shapes: The arrays it moves: after gathering, or before scattering. A collective that XLA
         combined has several.
       groups: The groups of participating devices, by their numbers in the program.
-      times: Runs in a step: the product of the enclosing loops' trip counts.
-      exact: False if an enclosing loop's trip count is not known; that loop counts once.
+      times: Runs in a step: the product of the enclosing loops' trip counts; a loop whose trip
+        count is not known counts once.
       name: The name of the instruction.
       computation: The name of its computation.
       op_name: The origin of the collective in the traced Python, or "".
@@ -44,7 +44,6 @@ class Collective:
     shapes: tuple[Shape, ...]
     groups: Groups
     times: int
-    exact: bool
     name: str
     computation: str
     op_name: str
@@ -103,7 +102,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
       ValueError: The text is not a compiled program's.
     """
     program, found = parse(text), []
-    for computation, each, times, exact in program.walk(fused=True):
+    for computation, each, times in program.walk(fused=True):
         kind = each.opcode.removesuffix("-done")
         if kind in _RING:
             started = computation[each.operands[0]] if each.opcode.endswith("-done") else each
@@ -114,7 +113,6 @@ def collectives(text: str) -> tuple[Collective, ...]:
                     shapes=_full_shapes(started, each.shapes, len(groups[0])),
                     groups=groups,
                     times=times,
-                    exact=exact,
                     name=started.name,
                     computation=computation.name,
                     op_name=started.op_name or each.op_name,

@@ -39,7 +39,7 @@ def host_copies(text: str) -> tuple[HostCopy, ...]:
       ValueError: The text is not a compiled program's.
     """
     found = []
-    for computation, each, times, _ in parse(text).walk():
+    for computation, each, times in parse(text).walk():
         if each.operation not in _MOVES or each.opcode.endswith(("-done", "-update")):
             continue
         end = _end(computation, each)

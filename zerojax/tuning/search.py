@@ -23,6 +23,10 @@ REFINED = 2
 """Number of choices to try again with parameters that stay gathered."""
 
 
+NAMES = "names:..."
+"""The name for what blocks keep by value, before the values are known."""
+
+
 class SearchResult(NamedTuple):
     """The result of a search.
 
@@ -67,7 +71,7 @@ def search(
     modes, smallest = list(space.modes()), space.batches.sizes()[0]
     # The last mode of each offload needs the least memory.
     leanest = {mode.offload: space.batches.choice(mode, smallest) for mode in modes}
-    infeasible, unseen = set[Offload](), list[Choice]()
+    infeasible = set[Offload]()
     trials.limit(compiles, seconds)
 
     def is_open(mode: Choice) -> bool:
@@ -76,19 +80,17 @@ def search(
             OFFLOADS.index(fitting.offload) < offload for fitting in trials.fitted
         )
 
-    for index, mode in enumerate(modes):
-        done(index, len(modes))
-        if not is_open(mode):
-            continue
-        try:
+    def attempt(mode: Choice) -> None:
+        done(modes.index(mode), len(modes))
+        if is_open(mode):
             if trials.fitting(leanest[mode.offload]) is None:
                 infeasible.add(mode.offload)
             else:
                 _try_mode(trials, space, mode)
-        except TimeoutError:
-            unseen = [other for other in modes[index:] if is_open(other)]
-            break
-    else:
+
+    skipped = _within_limits(attempt, modes)
+    unseen = [mode for mode in skipped if is_open(mode)]
+    if not skipped:
         if trials.fitted:
             unseen = _keep_more(trials, space) + _in_stages(trials, space)
             _gather_more(trials, space)
@@ -102,17 +104,15 @@ def _keep_more(trials: Trials, space: Space) -> list[Choice]:
     if not space.policies:
         return []
     fastest = _ranking(trials, space)[0].choice
-    modes = [dataclasses.replace(fastest, remat=name) for name in space.policies]
-    try:
-        for mode in modes:
+
+    def attempt(mode: Choice) -> None:
+        if mode.remat != NAMES:
             _try_mode(trials, space, mode)
-        fastest = _ranking(trials, space)[0].choice
-        by_value(trials, dataclasses.replace(fastest, remat=True))
-    except TimeoutError:
-        modes.append(dataclasses.replace(fastest, remat="names:..."))
-        asked = {choice.remat for choice in trials.asked}
-        return [mode for mode in modes if mode.remat not in asked]
-    return []
+        else:
+            by_value(trials, dataclasses.replace(_ranking(trials, space)[0].choice, remat=True))
+
+    policies = (*space.policies, NAMES)
+    return _within_limits(attempt, [dataclasses.replace(fastest, remat=x) for x in policies])
 
 
 def _in_stages(trials: Trials, space: Space) -> list[Choice]:
@@ -124,11 +124,16 @@ def _in_stages(trials: Trials, space: Space) -> list[Choice]:
     stages = dict.fromkeys([fastest.choice.stage, *(n for n in space.stages if n == 1)])
     staged = (space.batches.in_stages(fastest.choice, n) for n in space.pipelines)
     modes = [dataclasses.replace(each, stage=stage) for each in staged for stage in stages]
+    return _within_limits(trials.fitting, modes)
+
+
+def _within_limits(attempt: Callable[[Choice], object], modes: Sequence[Choice]) -> list[Choice]:
+    """Tries modes in order; returns those skipped at the limits of the search."""
     for i, mode in enumerate(modes):
         try:
-            trials.fitting(mode)
+            attempt(mode)
         except TimeoutError:
-            return modes[i:]
+            return [*modes[i:]]
     return []
 
 

@@ -7,12 +7,13 @@ study.forecast(study.given).fits
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
-from zerojax.api import zero
+from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.arranged import arranged
@@ -35,7 +36,7 @@ from zerojax.plan import layout
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.train_step import Step
-from zerojax.tuning.workload import workload
+from zerojax.tuning.workload import Workload, workload
 from zerojax.xla.types import PyTree
 
 
@@ -110,12 +111,8 @@ class Study(Trials):
 
     def _from_model(self, choice: Choice) -> BuiltStep:
         plan, step, step_args, tokens = self._step(choice)
-        return BuiltStep(
-            plan,
-            lambda: step.programs(*step_args),
-            tokens,
-            lambda: step.recomputed_names(*step_args),
-        )
+        names = functools.partial(step.recomputed_names, *step_args)
+        return BuiltStep(plan, functools.partial(step.programs, *step_args), tokens, names)
 
     def _step(self, choice: Choice) -> tuple[Plan, Step[..., PyTree], tuple[PyTree, ...], int]:
         """Returns the plan of a choice's state, its step, the step's arguments, and its tokens."""
@@ -127,41 +124,52 @@ class Study(Trials):
         mesh, rows = self._mesh, choice.rows(self.world)
         if (n := choice.pipeline) > 1:
             mesh = laid_out(mesh, {STAGE: n, AXIS: mesh.size // n})
-        decorated = zero(config, mesh=mesh)
-        options = {
-            "zero": decorated,
-            "rows": rows,
-            "seq": self._seq,
-            "remat": bool(choice.remat),
-            "remat_policy": choice.remat if isinstance(choice.remat, str) else None,
-        }
-        work = workload(bound(self._function, options), decorated, rows, self._seq)
-        if work.specs is not None:
-            decorated = zero(config, mesh=mesh, specs=work.specs)
-        state = decorated.abstract_state(work.create_state, jax.random.key(0))
-        objects = state if isinstance(state, tuple) else (state,)
+        decorated, work, objects = abstract_workload(
+            self._function, config, mesh, rows, self._seq, choice.remat
+        )
         step = decorated(work.train_step)
         step_args = (*objects, work.batch, *work.args)
-        plan = decorated.plan(*objects)
-        check_axes(plan)
-        return plan, step, step_args, work.tokens
+        return decorated.plan(*objects), step, step_args, work.tokens
 
 
-def check_axes(plan: Plan) -> None:
-    """Rejects a mesh axis that shards neither the batch nor the model.
+def abstract_workload(
+    function: Callable[..., object],
+    config: ZeroConfig,
+    mesh: Mesh,
+    rows: int,
+    seq: int,
+    remat: Remat = None,
+) -> tuple[Zero, Workload, tuple[PyTree, ...]]:
+    """Returns the decorator for a model's workload, the workload, and its abstract state.
+
+    Args:
+      function, seq, remat: As for :class:`Study`.
+      config: The config of the decorator.
+      mesh: The devices of the decorator.
+      rows: Rows of a batch over all devices.
 
     Raises:
-      ValueError: The axis, and the models that have one.
+      ValueError: An axis of the mesh shards neither the batch nor the model.
     """
-    sharded_axes = {
-        axis
-        for leaf in plan.leaves["params"]
-        for entry in leaf.own_spec
-        for axis in layout.axes(entry)
+    decorated = zero(config, mesh=mesh)
+    options = {
+        "zero": decorated,
+        "rows": rows,
+        "seq": seq,
+        "remat": bool(remat),
+        "remat_policy": remat if isinstance(remat, str) else None,
     }
+    work = workload(bound(function, options), decorated, rows, seq)
+    if work.specs is not None:
+        decorated = zero(config, mesh=mesh, specs=work.specs)
+    state = decorated.abstract_state(work.create_state, jax.random.key(0))
+    objects = state if isinstance(state, tuple) else (state,)
+    plan = decorated.plan(*objects)
+    own_axes = {axis for x in plan.leaves["params"] for e in x.own_spec for axis in layout.axes(e)}
     for axis, size in plan.mesh.shape.items():
-        if size > 1 and axis not in {*sharded_axes, *batch_axes(plan.mesh), SEQUENCE}:
+        if size > 1 and axis not in {*own_axes, *batch_axes(plan.mesh), SEQUENCE}:
             raise ValueError(
                 f"no parameter is sharded over the mesh axis {axis!r}: use {MODEL!r} for the GPTs "
                 "and Llamas of zerojax, or return zerojax.Workload(..., specs=...)"
             )
+    return decorated, work, objects

@@ -175,14 +175,11 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
     if zero.sequence:
         shape = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
         batch = {"tokens": shape, "targets": shape}
-    if isinstance(model, linen.Module):
-        create_state, train_step = _linen(model, zero, seq)
-    else:
-        create_state, train_step = _nnx(make, _optimizer(zero))
     tensor = getattr(model, "tensor", None)  # models of zerojax.models have it
-    return Workload(
-        create_state, train_step, batch, rows * seq, specs=tensor.specs if tensor else None
-    )
+    specs = tensor.specs if tensor else None
+    if isinstance(model, nnx.Module):
+        return Workload(*_nnx(make, _optimizer(zero)), batch, rows * seq, specs=specs)
+    return Workload(*_linen(model, zero, seq), batch, rows * seq, specs=specs, model=model)
 
 
 def trained(

@@ -25,7 +25,7 @@ from zerojax.generation.program import (
     Programs,
     Progress,
     Storage,
-    kept_programs,
+    programs_of,
     rounded,
 )
 from zerojax.generation.prompts import Prompts, Tokens
@@ -129,7 +129,7 @@ class Run(NamedTuple):
             spec = PartitionSpec(batch_axes(placed.mesh) if divides else None)
             arrays = _on(placed.mesh, spec, arrays)
             key = _on(placed.mesh, PartitionSpec(), key)
-        compiled = kept_programs().of(generation, placed.mesh)
+        compiled = programs_of(generation, placed.mesh)
         run = cls(generation, compiled, placed.arrays, *arrays, total, key)
         if options.search.num_beams > 1:
             run.check_lengths("num_beams")

@@ -80,7 +80,6 @@ class Update:
       own: For each argument, whether it is one of the many that are not all needed at once.
       target: For each result, the index of the array that it replaces.
       plan: PartitionSpec and bytes of every leaf; names the mesh to lower for.
-      on_host: Whether to compute on the host.
     """
 
     separated: SeparatedUpdate
@@ -94,7 +93,6 @@ class Update:
         own: Sequence[bool],
         target: Sequence[int],
         plan: Plan,
-        on_host: bool = False,
     ) -> None:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
@@ -103,7 +101,7 @@ class Update:
             mesh, plan.axis, keep=False, thresholds=Thresholds(small=plan.config.small_array_size)
         )
         self.programs = GroupPrograms(
-            self.separated, placements, target, gatherer, streaming(plan.mesh), on_host
+            self.separated, placements, target, gatherer, streaming(plan.mesh)
         )
         self.turns = [*self._turns(groups(self.separated.clusters, placements, mesh, largest))]
 

@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.tree_util import PyTreeDef
 
-from zerojax.generation.checks import check_params, misfit
+from zerojax.generation.checks import check_params
 from zerojax.generation.layers import Stacks
 from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
@@ -157,20 +157,6 @@ def longest_row(model: object) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
-def _misfit(decoder: Decoder, params: PyTree) -> ValueError | None:
-    """Returns the error for parameters that are not those of a linen model, if they are not."""
-    if not isinstance(decoder, LinenDecoder | EncoderDecoder):
-        return None
-    token, model = jax.ShapeDtypeStruct((1, 1), jnp.int32), decoder.model
-    inputs = [token] * (1 + isinstance(decoder, EncoderDecoder))
-    try:
-        variables = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), *inputs)
-    except Exception:  # other inputs create it
-        return None
-    remedy = f"pass the parameters of a {type(model).__name__} of the same config"
-    return misfit(_variables(params)["params"], variables["params"], remedy)
-
-
 def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
     """Returns a model as a :class:`Decoder`, and its parameters.
 
@@ -282,15 +268,9 @@ def _cache(
     def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
         tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         begun = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source)
-        try:
-            return jax.eval_shape(
-                lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
-            )
-        except Exception:
-            problem = _misfit(decoder, params)
-            if problem is None:
-                raise
-        raise problem
+        return jax.eval_shape(
+            lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
+        )
 
     logits, cache = call(rows)
     shapes, structure = jax.tree.flatten(cache)

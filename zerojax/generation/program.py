@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import PyTreeDef
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
@@ -22,6 +21,7 @@ from zerojax.generation.beam_search import Ends, Search, beam_search, begun, onl
 from zerojax.generation.decoders import Cache, Decoder, Source, traced
 from zerojax.generation.layers import Layered, run, shapes, unstacked
 from zerojax.generation.sampling import Sampling
+from zerojax.generation.weights import Storage
 from zerojax.graph.rows import RowDimensions
 from zerojax.trace.single_rows import SmallProducts, with_repeated_rows
 from zerojax.xla.compiler import (
@@ -84,23 +84,6 @@ class Progress(NamedTuple):
     invalid: jax.Array
     step: jax.Array
     cache: Layered
-
-
-class Storage(NamedTuple):
-    """The places of parameters and cache.
-
-    Attributes:
-      mesh: The devices; None for parameters that are on no mesh.
-      shards: The sharding of each parameter that is gathered or copied where it is used.
-      structure: `jax.tree.structure` of the parameters.
-      cache_layers: For each array of the cache the number of layers that are unstacked; 0 for an
-        array that is not.
-    """
-
-    mesh: Mesh | AbstractMesh | None
-    shards: tuple[NamedSharding | None, ...]
-    structure: PyTreeDef
-    cache_layers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +271,7 @@ class Programs:
     """
 
     def __init__(self, generation: Generation, devices: Mesh | None) -> None:
-        self.on_host = weights.on_host(generation.storage.shards)
+        self.on_host = generation.storage.on_host
         if devices is not None and not any(generation.storage.shards):
             small = SmallProducts.on(devices)
             generation = dataclasses.replace(generation, small_products=small)

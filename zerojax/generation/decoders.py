@@ -206,12 +206,14 @@ class Cache(NamedTuple):
       rows: The dimension of each array that has the rows; -1 if none has.
       structure: `jax.tree.structure` of the cache.
       vocabulary: V of the logits beside it.
+      stacks: The stacks of layers among the parameters and these arrays.
     """
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     rows: tuple[int, ...]
     structure: PyTreeDef
     vocabulary: int
+    stacks: Stacks
 
     @classmethod
     def of(
@@ -224,12 +226,9 @@ class Cache(NamedTuple):
         Raises:
           TypeError: The model returns no cache.
         """
-        arguments, structure = _abstract((params, source))
+        leaves, structure = jax.tree.flatten((params, source))
+        arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         return _cache(decoder, arguments, structure, rows, length)
-
-    def stacks(self, decoder: Decoder, params: PyTree) -> Stacks:
-        """Returns the stacks of layers among the parameters and the arrays of the cache."""
-        return _stacks(self, decoder, *_abstract(params))
 
     @property
     def axes(self) -> PyTree:
@@ -246,12 +245,6 @@ class Cache(NamedTuple):
     def bytes(self) -> int:
         """The bytes of the cache."""
         return sum(x.size * x.dtype.itemsize for x in self.shapes)
-
-
-def _abstract(tree: PyTree) -> tuple[tuple[jax.ShapeDtypeStruct, ...], PyTreeDef]:
-    """Returns the shapes and dtypes of a tree, and its structure; hashable."""
-    leaves, structure = jax.tree.flatten(tree)
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
 
 
 # Traces of a model take longer than a token: a loop that generates again needs them once.
@@ -285,21 +278,11 @@ def _cache(
         for x, y in zip(shapes, others, strict=True)
     )
     by_rows = tuple(found[0] if found else -1 for found in dims)
-    return Cache(tuple(shapes), by_rows, structure, logits.shape[-1])
-
-
-@functools.lru_cache(maxsize=32)
-def _stacks(
-    cache: Cache,
-    decoder: Decoder,
-    leaves: tuple[jax.ShapeDtypeStruct, ...],
-    structure: PyTreeDef,
-) -> Stacks:
-    (rows,) = {x.shape[i] for x, i in zip(cache.shapes, cache.rows, strict=True) if i >= 0}
+    leaves, of_params = jax.tree.flatten(params)
     token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    structures = structure, cache.structure
-    closed = traced(decoder, structures, leaves, cache.shapes, token, token)
-    return Stacks.of(closed, len(leaves), len(cache.shapes))
+    closed = traced(decoder, (of_params, structure), leaves, shapes, token, token)
+    stacks = Stacks.of(closed, len(leaves), len(shapes))
+    return Cache(tuple(shapes), by_rows, structure, logits.shape[-1], stacks)
 
 
 def traced(

@@ -155,8 +155,9 @@ def forecast(
     longest = rounded(start + batch.new, limit)
     common = min(room, longest) if decoder.takes_positions and start > 1 else start
     cache = Cache.of(decoder, shapes, rows, longest, source)
-    stacks = cache.stacks(decoder, shapes)
-    arrays, storage = parameter_weights.place(params, weights, dtype, cache.bytes, stacks, mesh)
+    arrays, storage = parameter_weights.place(
+        params, weights, dtype, cache.bytes, cache.stacks, mesh
+    )
     on = storage.mesh or mesh
     generation = Generation(decoder, cache, Sampling(), common, Ends((), 0), storage, Search())
     programs = Programs(generation, mesh)

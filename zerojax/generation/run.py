@@ -100,14 +100,13 @@ class Run(NamedTuple):
             raise ValueError(
                 f"num_beams = {beams}: the model has only {cache.vocabulary} tokens; pass fewer"
             )
-        stacks = cache.stacks(decoder, shapes)
         if mesh is not None and (calls := lockstep(mesh)):
             calls.note("zerojax.generate")
             how = np.array(repr((options, ends)))
             values = {"options": how, "key": key, **given._asdict()}
             require_same_values("zerojax.generate", values, SAME_PROMPTS)
         placed, storage = at_rest.place(
-            params, options.weights, options.dtype, beams * cache.bytes, stacks
+            params, options.weights, options.dtype, beams * cache.bytes, cache.stacks
         )
         lengths = prompts.lengths
         common = int(lengths.min())

@@ -1,6 +1,5 @@
 """A step in micro-batches as data: what crosses between them, and what runs once."""
 
-import re
 from typing import Any
 
 import jax
@@ -44,12 +43,6 @@ def test_what_crosses_and_what_runs_once() -> None:
     assert "gt" in names[0]
     assert "sqrt" in names[1]
     assert not {"dot_general", "gt"} & {*names[1]}
-
-
-def test_it_prints_as_a_table() -> None:
-    lines = str(divided(1)).splitlines()
-    assert any(re.fullmatch(r"  sum  float32\[8, 8\]  \w+ at test_split\.py:\d+", x) for x in lines)
-    assert "  result 2 rows" in lines
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:

@@ -14,12 +14,13 @@ import pytest
 from equal import zero_for
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
-from optim.test_over_matrices import muon
 
 import zerojax
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.matrices import MatrixUpdate
+from zerojax.config import OptimizerConfig
 from zerojax.optim.frozen import TracedUpdate
+from zerojax.optim.named import named_optimizer
 from zerojax.plan import layout
 from zerojax.xla import hijax
 
@@ -67,6 +68,15 @@ def cubic(over: Callable[..., Any]) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def muon() -> optax.GradientTransformation:
+    return named_optimizer(OptimizerConfig(type="Muon", params={"lr": 0.05}))[0]
+
+
+def numbers_of_muon(tree: Any) -> Any:
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    return jax.tree.map(lambda x: numbers if x.ndim > 1 else None, tree)
+
+
 def by_hand(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tree: jax.tree.map(function, tree)
 
@@ -75,6 +85,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon": muon,
     "over_matrices": lambda: cubic(zerojax.over_matrices),
     "by_hand": lambda: cubic(by_hand),
+    "optax": lambda: optax.contrib.muon(0.05, muon_weight_dimension_numbers=numbers_of_muon),
     "multi_steps": lambda: optax.MultiSteps(muon(), 2).gradient_transformation(),
 }
 
@@ -141,13 +152,14 @@ def test_the_numbers_of_plain_jit(name: str, setting: Any) -> None:
         assert_plain(name, state.params)
 
 
-def test_an_optimizer_that_multiplies_matrices_by_itself(caplog: Any) -> None:
+@pytest.mark.parametrize("name", ["by_hand", "optax"])
+def test_an_optimizer_that_multiplies_matrices_by_itself(name: str, caplog: Any) -> None:
     """XLA gathers its matrices, of which zerojax advises once."""
     with jax.enable_x64(True), caplog.at_level("WARNING", "zerojax"):
-        step, state = zero_for(gradient_clipping=0.0)(train_step), create("by_hand")
+        step, state = zero_for(gradient_clipping=0.0)(train_step), create(name)
         for _ in range(2):
             state, _ = step(state, BATCH)
-        assert_plain("by_hand", state.params)
+        assert_plain(name, state.params)
     (advice,) = (r.getMessage() for r in caplog.records if "over_matrices" in r.getMessage())
     assert "gathers arrays of shapes" in advice
     assert "(3, 8, 8)" in advice

@@ -1,5 +1,5 @@
-"""What XLA:GPU compiles of Muon, the JSON's and optax's: the collectives and about the memory of
-AdamW, and one all-to-all each way for each group of equal matrices."""
+"""What XLA:GPU compiles of Muon, also within optax's wrappers: the collectives and about the memory
+of AdamW, and one all-to-all each way for each group of equal matrices."""
 
 import collections
 from collections.abc import Callable
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from optax.contrib import MuonDimensionNumbers
 
 import zerojax
+from zerojax.config import OptimizerConfig
 from zerojax.hlo.traffic import collectives
+from zerojax.optim.named import named_optimizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,13 +38,9 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
 
-def layers_of_matrices(params: Any) -> Any:
-    return jax.tree.map(lambda x: MuonDimensionNumbers(-2, -1), params)
-
-
-OPTAX = {
+OWN = {
     "AdamW": optax.adamw(1e-3),
-    "Muon": optax.contrib.muon(1e-3, muon_weight_dimension_numbers=layers_of_matrices),
+    "Muon": named_optimizer(OptimizerConfig(type="Muon", params={"lr": 1e-3}))[0],
 }
 Around = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 
@@ -57,7 +54,7 @@ class Compiled(NamedTuple):
 
 
 def compiled(optimizer: str, around: Around | None = None, *, pair: bool = False) -> Compiled:
-    """With the config's optimizer, or with ``around`` that of optax, as a user writes it; with
+    """With the config's optimizer, or with ``around`` one that the user builds; with
     ``pair``, in float32, a step of parameters and optimizer state."""
     zero = zerojax.zero(
         stage=3,
@@ -66,7 +63,7 @@ def compiled(optimizer: str, around: Around | None = None, *, pair: bool = False
         optimizer={"type": optimizer, "params": {"lr": 1e-3}},
         stage3_param_persistence_threshold=0,
     )
-    tx = zero.optimizer() if around is None else around(OPTAX[optimizer])
+    tx = zero.optimizer() if around is None else around(OWN[optimizer])
 
     @zero
     def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:

@@ -30,7 +30,7 @@ INSIDE = {
     "zero_optimization.offload_param": """device nvme_path buffer_count buffer_size max_in_cpu
         pin_memory""",
     "zero_optimization.offload_optimizer": """device nvme_path buffer_count pin_memory
-        pipeline_read pipeline_write fast_init ratio compute_on""",
+        pipeline_read pipeline_write fast_init ratio""",
     "activation_checkpointing": """partition_activations contiguous_memory_optimization
         cpu_checkpointing number_checkpoints profile""",
     "pipeline": """stages partition seed_layers activation_checkpoint_interval pipe_partitioned

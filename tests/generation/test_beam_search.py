@@ -16,7 +16,7 @@ from zerojax.models.bart import Bart
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-DEFAULT = {("blenderbot", 1), ("blenderbot", 2), ("bart", 4), ("bart", 6)}
+DEFAULT = {("blenderbot", 1), ("blenderbot", 2), ("bart", 3), ("bart", 4)}
 
 
 @pytest.mark.slow

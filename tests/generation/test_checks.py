@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from generation.test_generate import create, gpt, params_of
 
 import zerojax
 from examples import nnx_gpt as example
-from zerojax.generation.beam_search import Ends, Search
-from zerojax.generation.program import OPERATION, Generation, KeptPrograms, Storage
 from zerojax.generation.prompts import Prompts
-from zerojax.generation.sampling import Sampling
 from zerojax.models.gpt import SIZES, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -68,12 +66,8 @@ PARAMS: list[Bad] = [
         TypeError,
         "without values: pass arrays",
     ),
-    (lambda: dict(params=params_of(gpt(scan=True))), ValueError, "is not there, and in the model"),
-    (
-        lambda: dict(params=params_of(gpt(n_embd=64))),
-        ValueError,
-        r"params\['h_0'\].* is \(192,\), and in the model \(96,\): pass the parameters of a GPT",
-    ),
+    (lambda: dict(params=params_of(gpt(scan=True))), ScopeParamNotFoundError, 'named "scale" in'),
+    (lambda: dict(params=params_of(gpt(n_embd=64))), ScopeParamShapeError, r"shape \(256, 32\)"),
     (
         lambda: dict(params=deleted(params_of(gpt()))),
         ValueError,
@@ -161,21 +155,6 @@ def test_calls_of_equal_shapes_share_programs(compiles: list[str]) -> None:
     assert not compiles
     assert (out.shape, longer.shape) == ((2, 5), (2, 11))
     assert np.asarray(out)[:, :2].tolist() == [[6, int(out[0, 1])], [8, 9]]
-
-
-def test_programs_are_kept_up_to_their_bytes() -> None:
-    def generation(common: int) -> Any:
-        rest: Any = (Ends((), 0), Storage(None, (), None, ()), Search())  # type: ignore[arg-type]
-        return Generation(None, None, Sampling(), common, *rest)  # type: ignore[arg-type]
-
-    kept = KeptPrograms(most=OPERATION * 100)
-    programs = {i: kept.of(generation(i), None) for i in range(3)}
-    for each in programs.values():
-        each.finish.operations = 40
-    assert kept.of(generation(0), None) is programs[0]  # the oldest is now the last
-    assert kept.bytes == OPERATION * 80
-    assert kept.of(generation(2), None) is programs[2]
-    assert kept.of(generation(1), None) is not programs[1]
 
 
 @pytest.mark.parametrize(

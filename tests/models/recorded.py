@@ -51,11 +51,6 @@ SEARCHES: tuple[dict[str, Any], ...] = (
     dict(num_beams=4, max_length=10, length_penalty=-0.5, early_stopping="never"),
     dict(num_beams=2, max_length=9, length_penalty=0.65, forced_eos_token_id=2),
     dict(num_beams=1, max_length=16),
-    dict(num_beams=4, max_length=16, no_repeat_ngram_size=2, min_length=9),
-    dict(
-        num_beams=3, max_length=12, no_repeat_ngram_size=3, encoder_no_repeat_ngram_size=1,
-        length_penalty=0.65, forced_eos_token_id=2,
-    ),
 )  # fmt: skip
 
 

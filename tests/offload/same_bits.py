@@ -20,7 +20,6 @@ PARAM = {"offload_param": "cpu"}
 NVME = {"offload_optimizer": {"device": "nvme", "buffer_count": 2}}
 BOTH_NVME = NVME | {"offload_param": {"device": "nvme", "buffer_count": 2, "max_in_cpu": 300}}
 HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-ON_HOST = {"offload_optimizer": {"device": "cpu", "compute_on": "host"}}
 CLIP = {"gradient_clipping": 0.1}
 TWICE = {"gradient_accumulation_steps": 2}
 FP16 = CLIP | {
@@ -35,7 +34,6 @@ class Case:
     Attributes:
       offload: keywords of one of the two; ``base`` those of both.
       program: of ``programs.PROGRAMS``.
-      exact: bit for bit, or close.
       sweep: shows what other cases show, elsewhere.
     """
 
@@ -46,7 +44,6 @@ class Case:
     base: dict[str, Any] = field(default_factory=lambda: CLIP)
     devices: int = 2
     replicas: int | None = None
-    exact: bool = True
     sweep: bool = False
 
     @property
@@ -61,7 +58,6 @@ CASES = [
     Case("cpu, stage 1, accumulation", CPU, 1, base=FP16 | TWICE),
     Case("cpu, one device", CPU, 2, devices=1, sweep=True),
     Case("cpu, ratio", HALF, 2),
-    Case("cpu, on the host", ON_HOST, 2, exact=False),
     Case("nvme, stage 3, fp16", NVME, base=FP16, devices=8, sweep=True),
     Case("param", PARAM, program="gpt_scan_remat"),
     Case("both, nnx", CPU | PARAM, program="nnx_mlp", sweep=True),

@@ -120,8 +120,8 @@ def contrastive_step(state: Any, tokens: jax.Array) -> Any:
 
 
 @pytest.mark.slow
-def test_uneven_micro_batches_and_a_loss_between_rows(caplog: pytest.LogCaptureFixture) -> None:
-    """Two micro-batches in four stages, which idle for 60% of the ticks."""
+def test_few_micro_batches_and_a_loss_between_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """They are split in two, so that there are four; stages idle for 43% of the ticks."""
     check(zero_on(4, 2, 2), "", contrastive_step)
     assert sum("idles" in record.getMessage() for record in caplog.records) == 1
 

@@ -6,7 +6,6 @@ import optax
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.optim.telemetry import Telemetry
 
 
 def create(layers: int = 30, others: int = 30) -> TrainState:
@@ -24,17 +23,3 @@ def test_a_plan_has_equal_layers_as_one_row_and_counts_the_rest() -> None:
     assert layers.split()[1:4] == ["30", "256x512", "float32"]
     assert "  ... 17 more rows" in lines  # 1 + 26 rows, of which 10 are shown
     assert len(str(plan).splitlines()) > 56
-
-
-def test_telemetry_is_a_dict_to_jax_too() -> None:
-    figures = Telemetry(step=jnp.asarray(3), grad_norm=jnp.asarray(0.25))
-    assert [line.split() for line in repr(figures).splitlines()[1:]] == [
-        ["step", "3"],
-        ["grad_norm", "0.25"],
-    ]
-    doubled = jax.tree.map(lambda x: 2 * x, figures)
-    assert type(doubled) is Telemetry
-    assert {name: float(x) for name, x in doubled.items()} == {"step": 6, "grad_norm": 0.5}
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(figures)]
-    assert paths == ["['grad_norm']", "['step']"]
-    assert "ShapeDtypeStruct" in repr(jax.eval_shape(lambda: figures))

@@ -24,17 +24,10 @@ from zerojax.graph.search import contains, runs_regions
 from zerojax.trace.dependence import unchanged
 from zerojax.xla import jaxprs
 from zerojax.xla.lines import line
-from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, SourceInfo, Traceback
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, SourceInfo, Traceback
 
 _SMALL = 1 << 20
 """Elements of a constant whose numbers are looked at."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Variable:
-    """A variable of a flat program. Unlike a variable of a jaxpr, it belongs to one call only."""
-
-    aval: Aval
 
 
 @dataclass(repr=False, eq=False)
@@ -95,7 +88,7 @@ class _Opener:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         self._known: dict[object, bool] = {}
         self._keeps = keeps
-        self.flat = Flat([Variable(v.aval) for v in jaxpr.invars])
+        self.flat = Flat([jaxprs.new_variable(v.aval) for v in jaxpr.invars])
         self._learned = {v for i, v in enumerate(self.flat.invars) if i in learned}
         self._zeros = set[Atom]()
         self._batch = {v for i, v in enumerate(self.flat.invars) if i in batch}
@@ -121,7 +114,7 @@ class _Opener:
             if first and (made := _equal_or_counting(value, first.equation)) is not None:
                 (env[v],) = self._open(*jaxprs.open_jaxpr(made), (), outer, calls)
                 continue
-            env[v] = Variable(v.aval)
+            env[v] = jaxprs.new_variable(v.aval)
             self.flat.constvars.append(env[v])
             self.flat.consts.append(value)
 
@@ -139,7 +132,7 @@ class _Opener:
                 # micro-batches.
                 if eqn.primitive is prims.remat_p:
                     eqn, values = self._without_numbers(eqn, values, info, bound)
-                outs = [Variable(v.aval) for v in eqn.outvars]
+                outs = [jaxprs.new_variable(v.aval) for v in eqn.outvars]
                 self.flat.eqns.append(eqn.replace(invars=values, outvars=outs, source_info=info))
                 self.flat.bound.append(bound)
                 for known in (self._learned, self._batch):

@@ -12,10 +12,8 @@ from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.symbolic import (
     Body,
     Both,
-    NewVariable,
     Symbolic,
     UnevenError,
-    flat_variable,
     growing,
     grows,
     is_symbolic,
@@ -65,7 +63,7 @@ class _Instance:
 
     def flat(self, program: Flat) -> Flat:
         """Returns a program on these rows."""
-        body = self._program(program, self._rows, flat_variable)
+        body = self._program(program, self._rows)
         consts = [
             # A constant in the batch's size is known for the rows of both traces alone.
             b if np.shape(a) != np.shape(b) and self._rows == self._traced[1] else a
@@ -73,13 +71,13 @@ class _Instance:
         ]
         return Flat(**body._asdict(), consts=consts if body.constvars else [])
 
-    def _program(self, program: HasEquations, rows: int, new: NewVariable) -> Body:
+    def _program(self, program: HasEquations, rows: int) -> Body:
         env: dict[Atom, Atom] = {}
 
         def variable(v: Atom) -> Atom:
             if v not in env:
                 shape = self._symbolic.rows.shape(v, rows) if growing(v) else None
-                env[v] = v if shape is None else new(v.aval, shape)
+                env[v] = v if shape is None else jaxprs.new_variable(v.aval, shape)
             return env[v]
 
         def read(v: Atom) -> Atom:
@@ -140,9 +138,7 @@ class _Instance:
 
     def _param(self, value: Value, rows: int) -> Value:
         if jaxprs.is_jaxpr(value):
-            return with_changed_body(
-                value, lambda body: self._program(body, rows, jaxprs.new_variable)
-            )
+            return with_changed_body(value, lambda body: self._program(body, rows))
         if isinstance(value, Both):
             if rows not in self._traced:
                 raise UnevenError.with_contrast(f", traced for {self._traced} rows, not for {rows}")

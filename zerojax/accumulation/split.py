@@ -19,7 +19,6 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
-from zerojax.xla.lines import where
 from zerojax.xla.types import Atom, Equation
 
 _ONE_TO_ONE = LABELS | RESHAPES | LINEAR | SCALES
@@ -35,14 +34,12 @@ class Crossing:
       spec: The spec of a gradient; None for other values.
       wide: True if the value is a float of fewer than 32 bits, and all equations of ``once`` that
         use the value first convert it to float32 or wider.
-      where: The equation that computes the value.
     """
 
     variable: Atom
     how: str
     spec: Spec | None
     wide: bool
-    where: str
 
 
 class ByPart(NamedTuple):
@@ -75,14 +72,6 @@ class Split:
       stacked: The step's results that each micro-batch computes.
       carry: Positions of the arguments that each micro-batch computes for the next.
       done: Positions of the results that ``once`` computes.
-
-    Printed, it is a table::
-
-      before:           3 equations on the global batch
-      each micro-batch: 57 equations; passes arguments (4,) to the next
-        sum  float32[4]  reduce_sum at train.py:7
-        result 9 averaged
-      after:            20 equations
     """
 
     first: Flat
@@ -93,24 +82,6 @@ class Split:
     stacked: tuple[ByPart, ...]
     carry: tuple[int, ...]
     done: tuple[int, ...]
-
-    def __str__(self) -> str:
-        passes = f"; passes arguments {self.carry} to the next" if self.carry else ""
-        return "\n".join(
-            [
-                f"before:           {len(self.first.eqns)} equations on the global batch",
-                f"each micro-batch: {len(self.micro.eqns)} equations{passes}",
-                *(
-                    f"  {x.how}  {x.variable.aval.dtype}{[*x.variable.aval.shape]}  {x.where}"
-                    for x in self.crossing
-                ),
-                *(
-                    f"  result {x.position} {'averaged' if x.averaged else x.kind.name}"
-                    for x in self.stacked
-                ),
-                f"after:            {len(self.once.eqns)} equations",
-            ]
-        )
 
 
 def split(
@@ -152,7 +123,6 @@ def split(
             wants.get(v),
             # Micro-batches add up in float32, which need not be rounded to be widened again.
             _is_half(v) and chosen.taken_wide(v),
-            where(graph.producer(v)),
         )
         for v in chosen.crossing
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 
-from zerojax.accumulation.flat import Flat, Variable
+from zerojax.accumulation.flat import Flat
 from zerojax.xla import jaxprs
 from zerojax.xla.lines import where
 from zerojax.xla.rewriter import are_same
@@ -25,9 +25,6 @@ from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations, Jaxpr, Val
 
 Size: TypeAlias = Any
 """The size of a dimension: an int, or a symbolic dimension of ``jax.export``."""
-
-NewVariable = Callable[[Any, Sequence[Size]], Any]
-"""Function from the abstract value of a variable, and a shape, to a variable of that shape."""
 
 # jax.export does not export the class.
 _Dimension = type(jax.export.symbolic_shape("b")[0])
@@ -200,11 +197,6 @@ class Body(NamedTuple):
     invars: list[Atom]
     eqns: list[Equation]
     outvars: list[Atom]
-
-
-def flat_variable(aval: Any, shape: Sequence[Size]) -> Variable:
-    """Returns a new variable of a flat program."""
-    return Variable(aval.update(shape=tuple(shape)))
 
 
 def map_equations(change: Callable[..., Equation], *programs: HasEquations) -> list[Equation]:

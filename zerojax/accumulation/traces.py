@@ -14,16 +14,14 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
-from zerojax.accumulation.flat import Flat, Variable
+from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.symbolic import (
     Body,
     Both,
-    NewVariable,
     Size,
     Symbolic,
     TracedRows,
     UnevenError,
-    flat_variable,
     growing,
     grows,
     is_symbolic,
@@ -56,7 +54,7 @@ def symbolic_program(one: Flat, two: Flat, rows: TracedRows) -> Symbolic:
       UnevenError: The traces differ in more than numbers.
     """
     common = _Common(rows)
-    body = common.program(one, two, flat_variable)
+    body = common.program(one, two)
     flat = Flat(**body._asdict(), consts=one.consts, bound=one.bound)
     return Symbolic(flat, rows, common.numbers, (one.consts, two.consts))
 
@@ -72,13 +70,14 @@ class _Common:
         self._rows = rows
         self.numbers: dict[Atom, tuple[Value, Value]] = {}
 
-    def program(self, one: HasEquations, two: HasEquations, new: NewVariable) -> Body:
+    def program(self, one: HasEquations, two: HasEquations) -> Body:
         """Returns the body of the program."""
         env: dict[Atom, tuple[Atom, Atom]] = {}  # by variable of the first, and that of the second
 
         def variable(a: Atom, b: Atom, *, fresh: bool = False) -> Atom:
             shape = self._shape(a, b)
-            v: Atom = new(a.aval, shape) if fresh or any(map(is_symbolic, shape)) else a
+            is_new = fresh or any(map(is_symbolic, shape))
+            v = jaxprs.new_variable(a.aval, shape) if is_new else a
             env[a] = v, b
             return v
 
@@ -163,16 +162,14 @@ class _Common:
         if one.val is two.val or not _differ(one.val, two.val):
             literal: Atom = one
             return literal
-        v = Variable(one.aval)
+        v = jaxprs.new_variable(one.aval)
         self.numbers[v] = one, two
         return v
 
     def _param(self, one: Value, two: Value) -> Value:
         if jaxprs.is_jaxpr(one) and jaxprs.is_jaxpr(two):
             other = jaxprs.open_jaxpr(two)[0]
-            return with_changed_body(
-                one, lambda body: self.program(body, other, jaxprs.new_variable)
-            )
+            return with_changed_body(one, lambda body: self.program(body, other))
         if isinstance(one, float) and _differ(one, two):
             return Both(one, two)
         sizes = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (one, two))

@@ -29,7 +29,7 @@ from zerojax.graph.analysis import Analysis
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, FACTORIZATIONS, PRODUCTS
 from zerojax.graph.search import contains, everything, holds
-from zerojax.optim.over_matrices import is_call, program_for_one, run_call, with_muon_calls
+from zerojax.optim.over_matrices import is_call, program_for_one, run_call
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
@@ -219,7 +219,6 @@ def with_matrices(closed: AnyJaxpr, specs: Sequence[Spec | None], gatherer: Gath
       specs: The specs of its arguments; None for an unknown spec.
       gatherer: Records the collectives; has the devices.
     """
-    closed = with_muon_calls(closed)
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     if not holds(jaxpr, is_call, everything):
         return closed

@@ -182,12 +182,6 @@ class OffloadOptimizer(_Offload):
 
     buffer_count: int = _buffers(4)
     ratio: float = setting("", k.FRACTION, 1.0, "the share that is offloaded, to the cpu")
-    compute_on: Literal["device", "host"] | None = setting(
-        "",
-        k.optional(k.choice("device", "host")),
-        None,
-        "zerojax's own: the update streams through the device or runs on the host; null: device",
-    )
 
     def contradictions(self) -> Iterator[str]:
         """Yields one problem for each contradiction of valid fields."""
@@ -197,8 +191,6 @@ class OffloadOptimizer(_Offload):
             yield f'{ratio} offloads nothing; set device to "none"'
         elif self.ratio < 1 and self.device == "nvme":
             yield f'{ratio} is for device "cpu"; with "nvme" leave it out or at 1.0'
-        if self.compute_on == "host" and self.device == "nvme":
-            yield 'compute_on = "host" is for device "cpu"; with "nvme" leave it out'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ _NO_EFFECT = {
         **_PINNED,
         "pipeline_read pipeline_write": "reads and writes always run beside the update",
         "fast_init": "zero.init creates the state where it is stored",
-        "super_offload cpuadam_cores_perc": "compute_on says where the update runs",
+        "super_offload cpuadam_cores_perc": "the update streams through the accelerator",
         "convert_grad_on_cpu": "gradients are cast where the update runs",
     },
     f"{ZERO}.offload_param": {**_PINNED, "buffer_size": "sizes come from sub_group_size"},

@@ -51,8 +51,6 @@ class Search:
       early_stopping: The condition for a row with K finished hypotheses to be done. True: at once;
         False: as soon as the best running hypothesis would score below the worst finished one if it
         ended now; "never": only if it could not reach that score at any length up to L.
-      forbid: A function; `forbid(tokens, length)` returns bool [B K, V], True for tokens that must
-        not follow the first `length` of tokens int32 [B K, L].
 
     Raises:
       ValueError: An option is out of range.
@@ -63,7 +61,6 @@ class Search:
     min_length: int = 0
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     def __post_init__(self) -> None:
         most = f"between 0 and max_length = {self.max_length}"
@@ -149,9 +146,6 @@ def beam_search(
         scores = jax.nn.log_softmax(widen(logits))
         is_end = jnp.isin(jnp.arange(scores.shape[-1]), eos)
         scores = jnp.where(is_end & (state.length < search.min_length), -jnp.inf, scores)
-        if search.forbid is not None:
-            is_forbidden = search.forbid(flat(state.running.tokens), state.length)
-            scores = jnp.where(is_forbidden, -jnp.inf, scores)
         if ends.forced:
             last = only(ends.forced, scores.shape[-1])
             scores = jnp.where(state.length == stop - 1, last, scores)
@@ -259,8 +253,6 @@ def generate(
     input_ids: jax.Array,
     attention_mask: jax.Array | None = None,
     *,
-    no_repeat_ngram_size: int = 0,
-    encoder_no_repeat_ngram_size: int = 0,
     forced_eos: int | Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -271,9 +263,6 @@ def generate(
       variables: The variables of `model.apply`: `{"params": params}`.
       input_ids: Sources int [B, S], padded.
       attention_mask: Mask [B, S], 0 or False on padding.
-      no_repeat_ngram_size: n; a target never repeats an n-gram. 0 allows repetition.
-      encoder_no_repeat_ngram_size: n; a target never has an n-gram of its source, including
-        padding. 0 allows it.
       forced_eos: The token, or the tokens, with one of which a target of `max_length` always ends.
       options: The other fields of `Search`, such as `num_beams` and `max_length`.
 
@@ -297,22 +286,6 @@ def generate(
         logits, cache = decoder(variables, cache, tokens[:, None], positions)
         return logits[:, -1], cache
 
-    sources = jnp.repeat(input_ids, num_beams, axis=0)
-
-    def forbid(written: jax.Array, length: jax.Array) -> jax.Array:
-        histories = (
-            (no_repeat_ngram_size, written, length),
-            (encoder_no_repeat_ngram_size, sources, input_ids.shape[1]),
-        )
-        repeats = (
-            completes(written, length, history, count, size=size, vocabulary=c.vocab_size)
-            for size, history, count in histories
-            if size
-        )
-        return functools.reduce(jnp.logical_or, repeats)
-
-    if no_repeat_ngram_size or encoder_no_repeat_ngram_size:
-        search = dataclasses.replace(search, forbid=forbid)
     eos, forced = integers("eos", c.eos_token_id), integers("forced_eos", forced_eos)
     return beam_search(
         step,
@@ -322,38 +295,3 @@ def generate(
         search,
         cache_axes=arrays.axes,
     )
-
-
-def completes(
-    written: jax.Array,
-    length: jax.Array | int,
-    history: jax.Array,
-    count: jax.Array | int,
-    *,
-    size: int,
-    vocabulary: int,
-) -> jax.Array:
-    """Returns which next tokens complete an n-gram of the history, bool [R, V].
-
-    Args:
-      written: Tokens int [R, L], of which the first `length` are written.
-      length: The number of written tokens, the same for all rows.
-      history: Tokens int [R, S], of which the first `count` are compared.
-      count: The number of compared tokens, the same for all rows.
-      size: n. With 1, each token of the history is found.
-      vocabulary: V.
-
-    >>> written = jnp.array([[5, 6, 7, 5, 6, 0]])             # five tokens, and a place for more
-    >>> jnp.flatnonzero(completes(written, 5, written, 5, size=3, vocabulary=9)).tolist()
-    [7]
-    """
-    rows, windows = history.shape[0], history.shape[1] - size + 1
-    if windows < 1:
-        return jnp.zeros((rows, vocabulary), bool)
-    prefix = jax.lax.dynamic_slice_in_dim(written, length - (size - 1), size - 1, 1)
-    ends = jnp.arange(windows) + size - 1
-    is_match = jnp.broadcast_to((ends < count) & (length >= size - 1), (rows, windows))
-    for i in range(size - 1):
-        is_match &= history[:, i : i + windows] == prefix[:, i : i + 1]
-    found = jnp.zeros((rows, vocabulary), bool)
-    return found.at[jnp.arange(rows)[:, None], history[:, size - 1 :]].max(is_match)

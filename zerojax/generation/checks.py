@@ -113,33 +113,6 @@ def check_params(given: PyTree, params: PyTree, model: object) -> None:
     )
 
 
-def misfit(
-    given: PyTree, variables: PyTree, remedy: str, needed: PyTree = None
-) -> ValueError | None:
-    """Returns the error for parameters of another model, if they are: one is missing, not one of
-    the model's, or of another shape.
-
-    Args:
-      given: The parameters; quantized ones have the shapes of those that they stand for.
-      variables: Those of the model.
-      remedy: The end of the message.
-      needed: Those of `variables` that must be given; all by default.
-    """
-    shapes, found = _shapes(variables), _shapes(given)
-    for path in {**(shapes if needed is None else _shapes(needed)), **found}:
-        if found.get(path) != shapes.get(path):
-            have, want = (each.get(path, "not there") for each in (found, shapes))
-            return ValueError(
-                f"generate: params{path} is {have}, and in the model {want}: {remedy}"
-            )
-    return None
-
-
-def _shapes(variables: PyTree) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=lambda x: hasattr(x, "shape"))
-    return {jax.tree_util.keystr(path): tuple(x.shape) for path, x in leaves}
-
-
 def check_values(**arguments: PyTree) -> None:
     """Rejects arguments with arrays that have no values.
 

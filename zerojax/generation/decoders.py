@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.tree_util import PyTreeDef
 
-from zerojax.generation.checks import check_params, misfit
+from zerojax.generation.checks import check_params
 from zerojax.generation.layers import Stacks
 from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
@@ -157,20 +157,6 @@ def longest_row(model: object) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
-def _misfit(decoder: Decoder, params: PyTree) -> ValueError | None:
-    """Returns the error for parameters that are not those of a linen model, if they are not."""
-    if not isinstance(decoder, LinenDecoder | EncoderDecoder):
-        return None
-    token, model = jax.ShapeDtypeStruct((1, 1), jnp.int32), decoder.model
-    inputs = [token] * (1 + isinstance(decoder, EncoderDecoder))
-    try:
-        variables = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), *inputs)
-    except Exception:  # other inputs create it
-        return None
-    remedy = f"pass the parameters of a {type(model).__name__} of the same config"
-    return misfit(_variables(params)["params"], variables["params"], remedy)
-
-
 def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
     """Returns a model as a :class:`Decoder`, and its parameters.
 
@@ -220,12 +206,14 @@ class Cache(NamedTuple):
       rows: The dimension of each array that has the rows; -1 if none has.
       structure: `jax.tree.structure` of the cache.
       vocabulary: V of the logits beside it.
+      stacks: The stacks of layers among the parameters and these arrays.
     """
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     rows: tuple[int, ...]
     structure: PyTreeDef
     vocabulary: int
+    stacks: Stacks
 
     @classmethod
     def of(
@@ -238,12 +226,9 @@ class Cache(NamedTuple):
         Raises:
           TypeError: The model returns no cache.
         """
-        arguments, structure = _abstract((params, source))
+        leaves, structure = jax.tree.flatten((params, source))
+        arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         return _cache(decoder, arguments, structure, rows, length)
-
-    def stacks(self, decoder: Decoder, params: PyTree) -> Stacks:
-        """Returns the stacks of layers among the parameters and the arrays of the cache."""
-        return _stacks(self, decoder, *_abstract(params))
 
     @property
     def axes(self) -> PyTree:
@@ -262,12 +247,6 @@ class Cache(NamedTuple):
         return sum(x.size * x.dtype.itemsize for x in self.shapes)
 
 
-def _abstract(tree: PyTree) -> tuple[tuple[jax.ShapeDtypeStruct, ...], PyTreeDef]:
-    """Returns the shapes and dtypes of a tree, and its structure; hashable."""
-    leaves, structure = jax.tree.flatten(tree)
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
-
-
 # Traces of a model take longer than a token: a loop that generates again needs them once.
 @functools.lru_cache(maxsize=32)
 def _cache(
@@ -282,15 +261,9 @@ def _cache(
     def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
         tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         begun = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source)
-        try:
-            return jax.eval_shape(
-                lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
-            )
-        except Exception:
-            problem = _misfit(decoder, params)
-            if problem is None:
-                raise
-        raise problem
+        return jax.eval_shape(
+            lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
+        )
 
     logits, cache = call(rows)
     shapes, structure = jax.tree.flatten(cache)
@@ -305,21 +278,11 @@ def _cache(
         for x, y in zip(shapes, others, strict=True)
     )
     by_rows = tuple(found[0] if found else -1 for found in dims)
-    return Cache(tuple(shapes), by_rows, structure, logits.shape[-1])
-
-
-@functools.lru_cache(maxsize=32)
-def _stacks(
-    cache: Cache,
-    decoder: Decoder,
-    leaves: tuple[jax.ShapeDtypeStruct, ...],
-    structure: PyTreeDef,
-) -> Stacks:
-    (rows,) = {x.shape[i] for x, i in zip(cache.shapes, cache.rows, strict=True) if i >= 0}
+    leaves, of_params = jax.tree.flatten(params)
     token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    structures = structure, cache.structure
-    closed = traced(decoder, structures, leaves, cache.shapes, token, token)
-    return Stacks.of(closed, len(leaves), len(cache.shapes))
+    closed = traced(decoder, (of_params, structure), leaves, shapes, token, token)
+    stacks = Stacks.of(closed, len(leaves), len(shapes))
+    return Cache(tuple(shapes), by_rows, structure, logits.shape[-1], stacks)
 
 
 def traced(

@@ -23,7 +23,7 @@ from zerojax.generation import weights as parameter_weights
 from zerojax.generation.beam_search import Ends, Search
 from zerojax.generation.decoders import Cache, EncoderDecoder, Source, decoder_of
 from zerojax.generation.layers import Layered
-from zerojax.generation.program import Generation, Lengths, Programs, Storage, rounded
+from zerojax.generation.program import Generation, Lengths, Programs, rounded
 from zerojax.generation.sampling import Sampling
 from zerojax.generation.weights import Weights
 from zerojax.hlo.program import parse
@@ -155,12 +155,10 @@ def forecast(
     longest = rounded(start + batch.new, limit)
     common = min(room, longest) if decoder.takes_positions and start > 1 else start
     cache = Cache.of(decoder, shapes, rows, longest, source)
-    stacks = cache.stacks(decoder, shapes)
-    placed = parameter_weights.place(
-        jax.tree.leaves(params), weights, dtype, cache.bytes, stacks.params, mesh
+    arrays, storage = parameter_weights.place(
+        params, weights, dtype, cache.bytes, cache.stacks, mesh
     )
-    on, structure = placed.mesh or mesh, jax.tree.structure(params)
-    storage = Storage(on, placed.shards, structure, placed.cache_layers(stacks))
+    on = storage.mesh or mesh
     generation = Generation(decoder, cache, Sampling(), common, Ends((), 0), storage, Search())
     programs = Programs(generation, mesh)
     spec = PartitionSpec(batch_axes(mesh) if rows % batch_devices(mesh) == 0 else None)
@@ -175,7 +173,7 @@ def forecast(
 
     lengths = Lengths(placed_rows(rows), placed_rows(rows))
     source = jax.tree.map(lambda x: placed_rows(*x.shape, dtype=x.dtype), source)
-    traced = programs.start.trace(placed.arrays, placed_rows(rows, longest), lengths, source)
+    traced = programs.start.trace(arrays, placed_rows(rows, longest), lengths, source)
     compiled, reading = run(traced)
     progress = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(
@@ -184,12 +182,12 @@ def forecast(
         traced.out_info,
         compiled.output_shardings,
     )
-    compiled, token = run(programs.advance.trace(placed.arrays, progress, lengths, None))
+    compiled, token = run(programs.advance.trace(arrays, progress, lengths, None))
     moved = _moved_bytes(compiled.as_text() or "")
-    where: Weights = "by_layer" if placed.by_layer else "gathered"
+    where: Weights = "by_layer" if any(storage.shards) else "gathered"
     return GenerationForecast(
         batch, rates, "on_host" if programs.on_host else where,
-        _device_bytes(placed.arrays), _device_bytes(progress.cache),
+        _device_bytes(arrays), _device_bytes(progress.cache),
         reading, token, moved,
     )  # fmt: skip
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.generation.checks import misfit
 from zerojax.xla.types import PyTree
 
 
@@ -86,9 +85,19 @@ def _check(model: nnx.Module, params: PyTree) -> None:
     remedy = f"pass None, or nnx.state of a {type(model).__name__} of the same config"
     if not isinstance(params, Mapping):
         raise TypeError(f"generate: params: a {type(params).__name__}: {remedy}")
-    variables, needed = nnx.state(model), nnx.state(model, nnx.Param)
-    if problem := misfit(params, nnx.as_pure(variables), remedy, nnx.as_pure(needed)):
-        raise problem
+    shapes, found = _shapes(nnx.state(model)), _shapes(params)
+    for path in {**_shapes(nnx.state(model, nnx.Param)), **found}:
+        if found.get(path) != shapes.get(path):
+            have, want = (each.get(path, "not there") for each in (found, shapes))
+            raise ValueError(f"generate: params{path} is {have}, and in the model {want}: {remedy}")
+
+
+def _shapes(variables: PyTree) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each variable by its path; that of the array for a quantized one."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        nnx.as_pure(variables), is_leaf=lambda x: hasattr(x, "shape")
+    )
+    return {jax.tree_util.keystr(path): tuple(x.shape) for path, x in leaves}
 
 
 def _caches(model: nnx.Module) -> Iterator[Any]:

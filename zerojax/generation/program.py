@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import PyTreeDef
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
@@ -22,8 +21,8 @@ from zerojax.generation.beam_search import Ends, Search, beam_search, begun, onl
 from zerojax.generation.decoders import Cache, Decoder, Source, traced
 from zerojax.generation.layers import Layered, run, shapes, unstacked
 from zerojax.generation.sampling import Sampling
+from zerojax.generation.weights import Storage
 from zerojax.graph.rows import RowDimensions
-from zerojax.graph.search import equations
 from zerojax.trace.single_rows import SmallProducts, with_repeated_rows
 from zerojax.xla.compiler import (
     DISABLED_PASSES,
@@ -38,11 +37,8 @@ MULTIPLE = 64
 """Prompts and rows have room for a multiple of so many tokens, so that near lengths share programs:
 each has programs of its own to compile. What lies beyond a row's tokens changes none of them."""
 
-OPERATION = 16 * 2**10
-"""Bytes of the host that a compiled operation takes, measured on CPUs."""
-
-MOST = 256 * 2**20
-"""Bytes of the host that compiled programs may take before those of old calls go."""
+KEPT = 16
+"""The number of generations whose compiled programs are kept; those of the oldest call go first."""
 
 
 def rounded(tokens: int, limit: int | None) -> int:
@@ -90,23 +86,6 @@ class Progress(NamedTuple):
     cache: Layered
 
 
-class Storage(NamedTuple):
-    """The places of parameters and cache.
-
-    Attributes:
-      mesh: The devices; None for parameters that are on no mesh.
-      shards: The sharding of each parameter that is gathered or copied where it is used.
-      structure: `jax.tree.structure` of the parameters.
-      cache_layers: For each array of the cache the number of layers that are unstacked; 0 for an
-        array that is not.
-    """
-
-    mesh: Mesh | AbstractMesh | None
-    shards: tuple[NamedSharding | None, ...]
-    structure: PyTreeDef
-    cache_layers: tuple[int, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """Everything that decides the programs of a generation, but shapes.
@@ -132,12 +111,8 @@ class Generation:
     search: Search
     small_products: SmallProducts | None = None
 
-    def program(self, function: Callable[..., Progress]) -> Callable[..., Progress]:
-        """Returns one of the methods below as a function of the parameters at rest, which gathers
-        them where they are used."""
-        return functools.partial(self._run, function)
-
-    def _run(self, function: Callable[..., Progress], arrays: Layered, *args: Any) -> Progress:
+    def run(self, function: Callable[..., Progress], arrays: Layered, *args: Any) -> Progress:
+        """Runs one of the methods below on the parameters at rest, gathered where they are used."""
         mesh, shards = self.storage.mesh, self.storage.shards
         if mesh is None or not any(shards):
             return function(arrays, *args)
@@ -283,17 +258,6 @@ class Generation:
         return progress._replace(tokens=tokens, invalid=jnp.isnan(scores))
 
 
-class Program(JitOnceDecided):
-    """A program that knows the number of its operations, 0 before it is traced."""
-
-    operations = 0
-
-    def trace(self, *args: Any) -> jax.stages.Traced:
-        traced = super().trace(*args)
-        self.operations = len([*equations(traced.jaxpr.jaxpr)])
-        return traced
-
-
 class Programs:
     """The compiled programs of a generation.
 
@@ -307,7 +271,7 @@ class Programs:
     """
 
     def __init__(self, generation: Generation, devices: Mesh | None) -> None:
-        self.on_host = weights.on_host(generation.storage.shards)
+        self.on_host = generation.storage.on_host
         if devices is not None and not any(generation.storage.shards):
             small = SmallProducts.on(devices)
             generation = dataclasses.replace(generation, small_products=small)
@@ -320,47 +284,17 @@ class Programs:
                 return streaming(devices, left_out)
             return options(devices, left_out, overlap=True)
 
-        def program(function: Callable[..., Progress], **donated: int) -> Program:
-            return Program(generation.program(function), chosen, **donated)
+        def program(function: Callable[..., Progress], **donated: int) -> JitOnceDecided:
+            gathered = functools.partial(generation.run, function)
+            return JitOnceDecided(gathered, chosen, **donated)
 
         self.start = program(generation.start)
         self.advance = program(generation.advance, donate_argnums=1)
         self.finish = program(generation.finish, donate_argnums=1)
         self.search_beams = program(generation.search_beams, donate_argnums=1)
 
-    @property
-    def operations(self) -> int:
-        """The number of operations of the programs that have run."""
-        return sum(x.operations for x in (self.start, self.advance, self.finish, self.search_beams))
 
-
-class KeptPrograms:
-    """The programs of the last generations.
-
-    Those that have not run for the longest time go once all take more than `most` bytes of the
-    host. XLA states no bytes for CPUs, so that they are estimated by the operations.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: dict[tuple[Generation, Any], Programs] = {}
-
-    @property
-    def bytes(self) -> int:
-        """The estimated bytes of the programs."""
-        return OPERATION * sum(kept.operations for kept in self._kept.values())
-
-    def of(self, generation: Generation, devices: Any) -> Programs:
-        """Returns the programs of a generation, those of an earlier call if they are kept."""
-        key = generation, devices
-        while self._kept.keys() - {key} and self.bytes > self._most:
-            del self._kept[next(each for each in self._kept if each != key)]
-        found = self._kept.pop(key) if key in self._kept else Programs(generation, devices)
-        self._kept[key] = found
-        return found
-
-
-@functools.cache
-def kept_programs() -> KeptPrograms:
-    """Returns the programs of this process."""
-    return KeptPrograms(MOST)
+@functools.lru_cache(maxsize=KEPT)
+def programs_of(generation: Generation, devices: Any) -> Programs:
+    """Returns the programs of a generation, those of an earlier call if they are kept."""
+    return Programs(generation, devices)

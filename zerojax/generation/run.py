@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,12 +23,10 @@ from zerojax.generation.program import (
     Lengths,
     Programs,
     Progress,
-    Storage,
-    kept_programs,
+    programs_of,
     rounded,
 )
 from zerojax.generation.prompts import Prompts, Tokens
-from zerojax.plan.table import size
 from zerojax.xla.types import PyTree
 
 SAME_PROMPTS = (
@@ -99,23 +96,22 @@ class Run(NamedTuple):
                 is_known, of_model = 0 <= token < cache.vocabulary, f"{cache.vocabulary} tokens"
                 require(is_known, name, token, f"one of the model's {of_model}")
         mesh = at_rest.mesh_of(jax.tree.leaves(params))
-        _check_beams(options.search.num_beams, cache, mesh)
-        stacks = cache.stacks(decoder, shapes)
+        if (beams := options.search.num_beams) > cache.vocabulary:
+            raise ValueError(
+                f"num_beams = {beams}: the model has only {cache.vocabulary} tokens; pass fewer"
+            )
         if mesh is not None and (calls := lockstep(mesh)):
             calls.note("zerojax.generate")
             how = np.array(repr((options, ends)))
             values = {"options": how, "key": key, **given._asdict()}
             require_same_values("zerojax.generate", values, SAME_PROMPTS)
-        kept = options.search.num_beams * cache.bytes
-        placed = at_rest.place(
-            jax.tree.leaves(params), options.weights, options.dtype, kept, stacks.params
+        placed, storage = at_rest.place(
+            params, options.weights, options.dtype, beams * cache.bytes, cache.stacks
         )
         lengths = prompts.lengths
         common = int(lengths.min())
         if decoder.takes_positions:
             common = min(rounded(longest, limit), room) if longest > 1 else 1
-        structure, layers = jax.tree.structure(params), placed.cache_layers(stacks)
-        storage = Storage(placed.mesh, placed.shards, structure, layers)
         generation = Generation(
             decoder, cache, options.sampling, common, ends, storage, options.search
         )
@@ -124,14 +120,14 @@ class Run(NamedTuple):
         arrays: tuple[Any, Any, Any] = (
             padded, Lengths(lengths, lengths + np.int32(options.max_new_tokens)), source
         )  # fmt: skip
-        if isinstance(placed.mesh, Mesh):
-            divides = rows % batch_devices(placed.mesh) == 0
-            spec = PartitionSpec(batch_axes(placed.mesh) if divides else None)
-            arrays = _on(placed.mesh, spec, arrays)
-            key = _on(placed.mesh, PartitionSpec(), key)
-        compiled = kept_programs().of(generation, placed.mesh)
-        run = cls(generation, compiled, placed.arrays, *arrays, total, key)
-        if options.search.num_beams > 1:
+        if isinstance(storage.mesh, Mesh):
+            divides = rows % batch_devices(storage.mesh) == 0
+            spec = PartitionSpec(batch_axes(storage.mesh) if divides else None)
+            arrays = _on(storage.mesh, spec, arrays)
+            key = _on(storage.mesh, PartitionSpec(), key)
+        compiled = programs_of(generation, storage.mesh)
+        run = cls(generation, compiled, placed, *arrays, total, key)
+        if beams > 1:
             run.check_lengths("num_beams")
         return run
 
@@ -206,25 +202,6 @@ def _check_options(options: Options, key: object) -> None:
             )
     is_known = options.weights in (None, "gathered", "by_layer")
     require(is_known, "weights", options.weights, '"gathered", "by_layer" or None')
-
-
-def _check_beams(num_beams: int, cache: Cache, mesh: Any) -> None:
-    """Rejects more beams than the vocabulary or a device's memory has room for.
-
-    Raises:
-      ValueError: There are more.
-    """
-    kept = num_beams * cache.bytes // (mesh.size if mesh else 1)
-    free = at_rest.free_bytes(mesh if isinstance(mesh, Mesh) else None)
-    if free is None:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_beams > cache.vocabulary:
-        limit = f"the model has only {cache.vocabulary} tokens"
-    elif num_beams > 1 and kept > free:
-        limit = f"their keys and values take {size(kept)} of a device's {size(free)}"
-    else:
-        return
-    raise ValueError(f"num_beams = {num_beams}: {limit}; pass fewer")
 
 
 def _check_room(longest: int, max_new_tokens: int, limit: int | None) -> None:

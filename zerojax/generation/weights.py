@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from zerojax.collectives import Inserter, Shard, gather_once
@@ -36,29 +37,28 @@ ROOM = 0.7
 """The share of a device's free memory that gathered parameters and the cache may take."""
 
 
-class Placed(NamedTuple):
-    """Parameters in place for generation.
+class Storage(NamedTuple):
+    """The places of parameters and cache; hashable.
 
     Attributes:
-      arrays: The arrays of the parameters; gathered stacks are unstacked.
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used, None for
         the others; empty if the parameters are gathered.
+      structure: `jax.tree.structure` of the parameters.
+      cache_layers: For each array of the cache the number of layers that are unstacked, and run one
+        after another; 0 for another array, and if a loop copies the layers of the parameters from
+        host memory.
     """
 
-    arrays: Layered
     mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
+    structure: PyTreeDef
+    cache_layers: tuple[int, ...]
 
     @property
-    def by_layer(self) -> bool:
-        """True if uses of parameters gather them, or copy them from host memory."""
-        return any(self.shards)
-
-    def cache_layers(self, found: Stacks) -> tuple[int, ...]:
-        """Returns for each array of the cache the number of layers, which run one after another; 0
-        for another array, and if a loop copies the layers of the parameters from host memory."""
-        return (0,) * len(found.cache) if on_host(self.shards) else found.cache
+    def on_host(self) -> bool:
+        """True if some of the parameters are in host memory."""
+        return any(s is not None and s.memory_kind == PINNED for s in self.shards)
 
 
 def mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
@@ -74,25 +74,26 @@ def shapes(params: PyTree, dtype: DTypeLike | None) -> PyTree:
 
 
 def place(
-    leaves: Sequence[Any],
+    params: PyTree,
     weights: Weights | None,
     dtype: DTypeLike | None,
     cache_bytes: int,
-    stacks: Sequence[int],
+    stacks: Stacks,
     devices: Mesh | None = None,
-) -> Placed:
-    """Places parameters for generation, and logs how.
+) -> tuple[Layered, Storage]:
+    """Places parameters for generation, and logs how. Gathered stacks are unstacked.
 
     Args:
-      leaves: The parameters, on the devices of a mesh or of one, in host memory, or on disk.
+      params: The parameters, on the devices of a mesh or of one, in host memory, or on disk.
       weights: "gathered" or "by_layer"; None for gathered parameters if they fit.
       dtype: The dtype of floating parameters; None for their own.
       cache_bytes: The bytes of the cache on each device.
-      stacks: The layers of each array that is unstacked once it is gathered; 0 for the others.
+      stacks: The stacks of layers among the parameters, and the arrays of the cache.
       devices: The devices, if they are absent, so that the parameters may be on an abstract mesh.
     """
+    leaves, structure = jax.tree.flatten(params)
     arrays = [_plain(x, dtype) for x in leaves]
-    mesh = mesh_of(arrays)
+    mesh = mesh_of(arrays) or devices
     gathered_bytes = sum(_gathered_bytes(x) for x in arrays)
     is_at_rest = any(_is_shard(x) for x in arrays)
     if weights is None:
@@ -106,9 +107,12 @@ def place(
         }
         log.info("generate: the parameters %s.", ways[weights])
     if weights == "gathered":
-        return Placed([*map(_gathered, arrays, stacks)], mesh, ())
+        gathered = [*map(_gathered, arrays, stacks.params)]
+        return gathered, Storage(mesh, (), structure, stacks.cache)
     shards = tuple(x.sharding if _is_shard(x) else None for x in arrays)
-    return Placed(arrays, mesh, shards)
+    storage = Storage(mesh, shards, structure, stacks.cache)
+    layers = (0,) * len(stacks.cache) if storage.on_host else stacks.cache
+    return arrays, storage._replace(cache_layers=layers)
 
 
 def entered(
@@ -126,11 +130,6 @@ def entered(
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
     return gather_once.gather(values, gather_once.by_plan(values, inserter), inserter)
-
-
-def on_host(shards: Sequence[NamedSharding | None]) -> bool:
-    """Returns whether some of the parameters are in host memory."""
-    return any(s is not None and s.memory_kind == PINNED for s in shards)
 
 
 def _plain(x: Any, dtype: DTypeLike | None) -> Any:

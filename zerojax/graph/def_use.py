@@ -146,14 +146,6 @@ class Graph:
                 todo += operands(equation, v)
         return Slice([equations[place] for place in sorted(equations)], [*ends])
 
-    def boundary(self, block: Sequence[Equation]) -> tuple[list[Atom], list[Atom]]:
-        """Returns the variables that some of the equations take from others, and those of their
-        results that others, or the results of the program, take from them."""
-        computed = dict.fromkeys(v for equation in block for v in equation.outvars)
-        taken = {*jaxprs.operands(self.without(block)), *jaxprs.variables(self._results)}
-        given = [v for v in jaxprs.operands(block) if v not in computed]
-        return given, [v for v in computed if v in taken]
-
     def groups(self, key: Callable[[Equation], object]) -> list[list[Equation]]:
         """Returns the equations in groups, in an order in which they can run: those with equal
         keys together, as far as none depends on another.
@@ -190,7 +182,8 @@ class Graph:
     def inputs(self, test: Callable[[Equation], bool]) -> list[Atom]:
         """Returns the variables that the equations for which ``test`` holds take from elsewhere:
         from other equations, or from outside the program."""
-        return self.boundary(self.where(test))[0]
+        computed = {*self.results(test)}
+        return [v for v in jaxprs.operands(self.where(test)) if v not in computed]
 
     def named(self, *names: str) -> Sequence[Equation]:
         """Returns the equations of primitives with these names, in order."""

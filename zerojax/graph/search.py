@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.cache import cached_by_jaxpr
@@ -112,12 +111,6 @@ def first_inside(equation: Equation, i: int) -> Equation | None:
 def named(jaxpr: Jaxpr, *names: str) -> Iterator[Equation]:
     """Yields the equations of primitives with these names, at any depth."""
     return (equation for equation in equations(jaxpr) if equation.primitive.name in names)
-
-
-def literals(jaxpr: Jaxpr) -> Iterator[Atom]:
-    """Yields the literals that equations take, at any depth."""
-    operands = (v for equation in equations(jaxpr) for v in equation.invars)
-    return (v for v in operands if isinstance(v, core.Literal))
 
 
 def contains(

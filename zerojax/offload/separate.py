@@ -25,7 +25,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import everything, holds
-from zerojax.optim.over_matrices import is_call, with_muon_calls
+from zerojax.optim.over_matrices import is_call
 from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped, Value
@@ -89,7 +89,7 @@ class SeparatedUpdate:
         traced, _ = hijax.trace(lambda *a: list(update(*a)), *arguments)
         # A call on all leaves, such as one under jax.jit, would tie them into one cluster.
         opens = lambda eqn: not is_call(eqn)  # noqa: E731
-        closed = without_ravels(jaxprs.without_calls(with_muon_calls(traced), opens))
+        closed = without_ravels(jaxprs.without_calls(traced, opens))
         self._jaxpr, self._consts = jaxprs.open_jaxpr(closed)
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}

@@ -26,7 +26,6 @@ from zerojax.offload.separate import SeparatedUpdate
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, HOST, PINNED
 from zerojax.plan.stored import pad
-from zerojax.xla.compat import computed_on_host
 from zerojax.xla.compiler import Options
 from zerojax.xla.lowered import LOADED, READ, WRITTEN, with_argument_names
 
@@ -68,7 +67,6 @@ class GroupPrograms:
       target: For each result of the update, the index of the array that it replaces.
       gatherer: Has the devices to lower for.
       options: Compiler options.
-      on_host: Whether to compute the update on the host.
     """
 
     def __init__(
@@ -78,11 +76,10 @@ class GroupPrograms:
         target: Sequence[int],
         gatherer: Gatherer,
         options: Options | None = None,
-        on_host: bool = False,
     ) -> None:
         self._options = options
         self._separated, self._target = separated, target
-        self._gatherer, self._mesh, self._on_host = gatherer, gatherer.mesh, on_host
+        self._gatherer, self._mesh = gatherer, gatherer.mesh
         # shard_map takes axes of the mesh, not axes that ZeRO has joined.
         self._placements = [
             x._replace(spec=PartitionSpec(*layout.separate(x.spec, self._mesh))) for x in placements
@@ -114,7 +111,7 @@ class GroupPrograms:
 
     def _streams(self, i: int) -> bool:
         """Returns whether an array is brought in before the update that needs it."""
-        return self.on_disk(i) or (self._is(i, HOST) and not self._on_host)
+        return self.on_disk(i) or self._is(i, HOST)
 
     def on_disk(self, i: int) -> bool:
         """Returns whether an array is stored on disk."""
@@ -203,7 +200,6 @@ class GroupPrograms:
         """Builds the program that updates rows of the clusters of ``group``, on each device its
         own, and brings the rows of ``coming`` in."""
         numbers, mesh = self.numbers(group, coming), self._mesh
-        to_compute = send_to_host if self._on_host else lambda x: x
 
         def local(*given: Any) -> GroupResults:
             written, read, loaded, starts, next_starts, scalars = given
@@ -221,10 +217,12 @@ class GroupPrograms:
             disk_results = {}
             for k, p in enumerate(group):
                 values = [
-                    ready[i] if i in ready else to_compute(_rows(arrays[i], starts[k], p.rows))
+                    ready[i] if i in ready else _rows(arrays[i], starts[k], p.rows)
                     for i in p.cluster.inputs
                 ]
-                for i, new in zip(self.targets(p), self._run(p, values, scalars), strict=True):
+                c = p.cluster
+                outs = self._separated.run(c.outputs, c.inputs, values, scalars, values[0].shape)
+                for i, new in zip(self.targets(p), outs, strict=True):
                     if self.on_disk(i):
                         disk_results[i] = new
                         continue
@@ -251,15 +249,6 @@ class GroupPrograms:
             check_vma=False,
         )
         return self._jitted(mapped, numbers, self._rows_sharding)
-
-    def _run(
-        self, p: GroupRows, values: list[jax.Array], scalars: list[jax.Array]
-    ) -> list[jax.Array]:
-        c = p.cluster
-        run = lambda v, s: self._separated.run(c.outputs, c.inputs, v, s, v[0].shape)  # noqa: E731
-        if not self._on_host:
-            return run(values, scalars)
-        return computed_on_host(run)(values, [send_to_host(s) for s in scalars])
 
     def _unsplit(self, group: Group) -> Callable[..., GroupResults]:
         """Builds the program that updates complete clusters, and brings no other group in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +81,6 @@ class Update:
       own: For each argument, whether it is one of the many that are not all needed at once.
       target: For each result, the index of the array that it replaces.
       plan: PartitionSpec and bytes of every leaf; names the mesh to lower for.
-      on_host: Whether to compute on the host.
     """
 
     separated: SeparatedUpdate
@@ -94,7 +94,6 @@ class Update:
         own: Sequence[bool],
         target: Sequence[int],
         plan: Plan,
-        on_host: bool = False,
     ) -> None:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
@@ -103,7 +102,7 @@ class Update:
             mesh, plan.axis, keep=False, thresholds=Thresholds(small=plan.config.small_array_size)
         )
         self.programs = GroupPrograms(
-            self.separated, placements, target, gatherer, streaming(plan.mesh), on_host
+            self.separated, placements, target, gatherer, streaming(plan.mesh)
         )
         self.turns = [*self._turns(groups(self.separated.clusters, placements, mesh, largest))]
 
@@ -202,12 +201,17 @@ class _Reads:
     def __init__(self, programs: GroupPrograms, group: Group, arrays: Sequence[Any]) -> None:
         self._programs = programs
         self._wanted = [(p, i) for p in group for i in programs.loaded(p)]
-        self._reads = {
-            i: [arrays[i].read(k) for k in _chunk_indices(programs, i, arrays[i], p)]
-            for p, i in self._wanted
-            if programs.on_disk(i)
+        self._leaves: dict[int, DiskLeaf] = {
+            i: arrays[i] for _, i in self._wanted if programs.on_disk(i)
         }
-        self._leaves: dict[int, DiskLeaf] = {i: arrays[i] for i in self._reads}
+        self._reads = {
+            i: [
+                [leaf.read_shard(n, k) for k in _chunk_indices(programs, i, leaf, p)]
+                for n in range(len(leaf.shards))
+            ]
+            for p, i in self._wanted
+            if (leaf := self._leaves.get(i)) is not None
+        }
 
     def merged(self, came: Sequence[jax.Array]) -> list[jax.Array]:
         """Merges ``came``, from host memory, with the arrays from disk in the program's order."""
@@ -215,7 +219,7 @@ class _Reads:
         return [self._put(i, p) if i in self._reads else next(host) for p, i in self._wanted]
 
     def _put(self, i: int, part: GroupRows) -> jax.Array:
-        leaf, chunks = self._leaves[i], [read.result() for read in self._reads.pop(i)]
+        leaf, reads = self._leaves[i], self._reads.pop(i)
         like: DiskLeaf | jax.ShapeDtypeStruct = (
             leaf if part.rows is None else self._programs.abstract(i, part.rows)
         )
@@ -225,8 +229,10 @@ class _Reads:
             like.shape,
             like.sharding,
             [
-                jax.device_put(_joined([chunk[device] for chunk in chunks]).reshape(local), device)
-                for device in chunks[0]
+                jax.device_put(shard, device)
+                for stored, chunks in zip(leaf.shards, reads, strict=True)
+                for shard in [_joined(chunks).view(leaf.dtype).reshape(local)]
+                for device in stored.devices
             ],
         )
 
@@ -256,7 +262,8 @@ def _chunk_indices(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupR
     return [[chunk.start for chunk in leaf.chunks].index(part.start * programs.row_size(i))]
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _joined(reads: Sequence[Future[np.ndarray]]) -> np.ndarray:
+    parts = [read.result() for read in reads]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

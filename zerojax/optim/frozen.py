@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from zerojax.optim.over_matrices import with_muon_calls
 from zerojax.xla import compat, jaxprs
 from zerojax.xla.types import AnyJaxpr, PyTree
 from zerojax.xla.unused import used_arguments
@@ -57,8 +56,7 @@ class TracedUpdate:
         self._update = update
         self._traced = jax.jit(update, inline=compat.INLINE)
         traced = self._traced.trace(*args)
-        self._jaxpr, self._shapes = with_muon_calls(traced.jaxpr), traced.out_info
-        self._has_muon = self._jaxpr is not traced.jaxpr
+        self._jaxpr, self._shapes = traced.jaxpr, traced.out_info
         uses = used_arguments(self._jaxpr)
         captured = len(uses) - len(jax.tree.leaves(args))  # values come first
         self.uses: list[bool] = uses[captured:][: len(jax.tree.leaves(args[0]))]
@@ -73,18 +71,13 @@ class TracedUpdate:
         if not all(isinstance(x, DynamicJaxprTracer) for x in leaves):
             return self._update(*args)  # eager calls skip compilation
         captures = len(leaves) < len(jaxprs.open_jaxpr(self._jaxpr)[0].invars)
-        run = run if run is not None and run.suits(self._jaxpr) else None
-        if captures or (run is None and not self._has_muon):
+        if captures or run is None or not run.suits(self._jaxpr):
             return self._traced(*args)  # which JAX inlines faster than equation by equation
         shapes, tree = jax.tree.flatten(self._shapes)
-        outs = zip((run or _evaluate)(self._jaxpr, leaves), shapes, strict=True)
+        outs = zip(run(self._jaxpr, leaves), shapes, strict=True)
         # A literal of the jaxpr is a number.
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, s.dtype) for x, s in outs]
         return jax.tree.unflatten(tree, arrays)
-
-
-def _evaluate(closed: AnyJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
-    return jaxprs.evaluate(closed, args, opens=lambda eqn: False)
 
 
 def frozen_leaves(

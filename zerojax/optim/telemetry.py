@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
-from zerojax.plan.table import Summarized, Summary, Table
 from zerojax.xla.types import PyTree
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Telemetry(dict[str, jax.Array], Summarized):
-    """The figures of a step by name: a ``dict``, also for ``jax.tree``, whose ``repr`` is a
-    table."""
-
-    def summary(self) -> Summary:
-        """Returns one row for each figure; reads the values from the devices."""
-        shown = ((name, _text(value)) for name, value in self.items())
-        return Summary("telemetry of the last step", (Table([*shown]),))
-
-    __repr__ = Summarized.__repr__
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, object]], tuple[str, ...]]:
-        names = tuple(sorted(self))
-        return [(jax.tree_util.DictKey(name), self[name]) for name in names], names
-
-    @classmethod
-    def tree_unflatten(cls, names: Iterable[str], values: Iterable[jax.Array]) -> Self:
-        return cls(zip(names, values, strict=True))
-
-
-def _text(value: Any) -> str:
-    """Formats a figure; a leaf that is not a number, as after ``jax.eval_shape``, by its repr."""
-    try:
-        return f"{float(value):.6g}"
-    except (TypeError, ValueError):
-        return repr(value)
-
-
-def telemetry(state: PyTree) -> Telemetry:
+def telemetry(state: PyTree) -> dict[str, jax.Array]:
     """Returns the counters and figures of the last step.
 
     Args:
@@ -77,7 +45,7 @@ def telemetry(state: PyTree) -> Telemetry:
             name: jnp.where(figures[name] == UNKNOWN, jnp.nan, figures[name])
             for name in ("grad_norm", "learning_rate")
         }
-    return Telemetry(figures | known)
+    return figures | known
 
 
 def is_known(rate: float) -> bool:

@@ -71,7 +71,6 @@ class LayerLoop(NamedTuple):
           The results on the global batch, those that are stored in slots.
         """
         stage = Stage(self, schedule)
-        given = [stage.entering(i, x) for i, x in enumerate(values)]
         outs = jax.shard_map(
             stage,
             mesh=schedule.mesh,
@@ -81,8 +80,11 @@ class LayerLoop(NamedTuple):
             axis_names={*schedule.axes},
             # With the check, a carry of zeros has another type than one computed on own rows.
             check_vma=False,
-        )(*given)
-        return [stage.leaving(i, x) for i, x in enumerate(outs)]
+        )(*values)
+        return [
+            REDUCTIONS[kind.name].over(x, (0,)) if kind.reduced else x
+            for x, kind in zip(outs, self.results, strict=True)
+        ]
 
 
 class State(NamedTuple):
@@ -119,34 +121,20 @@ class Stage:
         """Returns the spec of an operand."""
         kind = self.loop.operands[i]
         if self.loop.is_stored(i):
-            return slots_spec(self.schedule, kind.dim + 1, 1)
+            return slots_spec(self.schedule, kind.dim + 1)
         if i >= self.carry.stop:
             return PartitionSpec(STAGE)
         return self.streams.spec(kind.dim) if kind.rows else PartitionSpec()
-
-    def entering(self, i: int, x: jax.Array) -> jax.Array:
-        """Prepares an operand on the global batch for the stages."""
-        kind = self.loop.operands[i]
-        moves = kind.rows and not self.loop.is_stored(i)
-        return self.streams.entering(x, kind.dim) if moves else x
 
     def result_spec(self, i: int) -> PartitionSpec:
         """Returns the spec of a result."""
         kind, schedule = self.loop.results[i], self.schedule
         if self.loop.stores(i):
-            return slots_spec(schedule, kind.dim + 1, 1)
+            return slots_spec(schedule, kind.dim + 1)
         if kind.rows:
             return self.streams.spec(kind.dim)
         sums = [schedule.row_axes] if kind.reduced else []
         return PartitionSpec(*sums, *([STAGE] if i >= self.n else []))
-
-    def leaving(self, i: int, x: jax.Array) -> jax.Array:
-        """Returns a result on the global batch from those of the stages."""
-        kind = self.loop.results[i]
-        if kind.reduced:
-            return REDUCTIONS[kind.name].over(x, (0,))
-        moves = kind.rows and not self.loop.stores(i)
-        return self.streams.leaving(x, kind.dim) if moves else x
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
         schedule, kinds = self.schedule, self.loop.operands

@@ -18,7 +18,7 @@ class Schedule(NamedTuple):
 
     Attributes:
       mesh: The devices.
-      micro_batches: Micro-batches a step, M.
+      micro_batches: Micro-batches a step, M, a multiple of the stages.
     """
 
     mesh: Mesh | AbstractMesh
@@ -26,8 +26,10 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:
-        """Returns the schedule on a mesh; None if the mesh has no pipeline stages."""
-        return None if stage_size(mesh) == 1 else cls(mesh, micro_batches)
+        """Returns the schedule on a mesh, of as many micro-batches or the least multiple of both
+        them and the stages; None if the mesh has no pipeline stages."""
+        stages = stage_size(mesh)
+        return None if stages == 1 else cls(mesh, math.lcm(micro_batches, stages))
 
     @property
     def stages(self) -> int:
@@ -36,13 +38,8 @@ class Schedule(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Micro-batches whose inputs and outputs one stage holds: M / S, rounded up."""
-        return -(-self.micro_batches // self.stages)
-
-    @property
-    def is_even(self) -> bool:
-        """True if every stage holds equally many micro-batches."""
-        return self.micro_batches % self.stages == 0
+        """Micro-batches whose inputs and outputs one stage holds: M / S."""
+        return self.micro_batches // self.stages
 
     @property
     def ticks(self) -> int:
@@ -62,8 +59,8 @@ class Schedule(NamedTuple):
         # With M = 4 (S - 1) a stage idles for a fifth of the ticks.
         more = self._replace(micro_batches=self.stages * -(-4 * (self.stages - 1) // self.stages))
         return (
-            f"with {self.stages} pipeline stages and gradient_accumulation_steps = "
-            f"{self.micro_batches} each stage idles {self.bubble:.0%} of the time in the loops "
+            f"with {self.stages} pipeline stages and {self.micro_batches} micro-batches "
+            f"each stage idles {self.bubble:.0%} of the time in the loops "
             f"over layers: gradient_accumulation_steps = {more.micro_batches} lowers that to "
             f"{more.bubble:.0%}"
         )

@@ -2,10 +2,8 @@
 
 The rows of a batch are sharded over all axes of the batch, "stage" included. Slots have the
 micro-batches as the first dimension, and a micro-batch's rows are sharded over the other axes.
-
-If the stages divide the micro-batches, a device's rows are those of its stage's M / S
-micro-batches, one after another, so that slots and rows differ on the device only. Otherwise the
-rows of a micro-batch follow each other in the batch.
+A device's rows are those of its stage's M / S micro-batches, one after another, so that slots and
+rows differ on the device only.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -24,21 +21,15 @@ from zerojax.devices.mesh import STAGE
 from zerojax.pipeline.schedule import Schedule
 
 
-def slots_spec(schedule: Schedule, dim: int, stage_at: int) -> PartitionSpec:
-    """Returns the spec of slots whose dimension ``dim`` has rows; "stage" shards the dimension
-    ``stage_at``: the micro-batches (0), or the layers of a stack (1)."""
-    entries = [None] * dim
-    entries[stage_at] = STAGE  # type: ignore[call-overload]
-    return PartitionSpec(*entries, schedule.row_axes or None)
+def slots_spec(schedule: Schedule, dim: int) -> PartitionSpec:
+    """Returns the spec of slots of a stack [M, layers, ...] whose dimension ``dim`` has rows."""
+    return PartitionSpec(None, STAGE, *[None] * (dim - 2), schedule.row_axes or None)
 
 
 def to_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
     """Turns an array with rows of the batch along ``dim`` into slots [M, ...]."""
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     sizes = [schedule.mesh.shape[axis] for axis in schedule.axes]
-    if not schedule.is_even:
-        x = x.reshape(*before, schedule.micro_batches, -1, *after)
-        return jnp.moveaxis(x, dim, 0)
     n, at = len(sizes), schedule.axes.index(STAGE)
     x = x.reshape(*before, *sizes, schedule.slots, -1, *after)
     x = jnp.moveaxis(x, (dim + at, dim + n), (0, 1))
@@ -48,9 +39,6 @@ def to_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
 def from_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
     """Turns slots [M, ...] into an array with rows of the batch along ``dim``."""
     before, after = x.shape[1 : 1 + dim], x.shape[2 + dim :]
-    if not schedule.is_even:
-        x = jnp.moveaxis(x, 0, dim)
-        return x.reshape(*before, -1, *after)
     others = [schedule.mesh.shape[axis] for axis in schedule.row_axes]
     n, at = len(schedule.axes), schedule.axes.index(STAGE)
     x = x.reshape(schedule.stages, schedule.slots, *before, *others, -1, *after)
@@ -94,46 +82,16 @@ class Streams:
 
     def spec(self, dim: int) -> PartitionSpec:
         """Returns the spec of an operand or result with rows along ``dim``."""
-        if self._schedule.is_even:
-            return PartitionSpec(*[None] * dim, self._schedule.axes)
-        return slots_spec(self._schedule, dim + 1, 0)
-
-    def entering(self, x: jax.Array, dim: int) -> jax.Array:
-        """Prepares rows of the batch for the pipeline."""
-        schedule = self._schedule
-        if schedule.is_even:
-            return x
-        x = to_slots(x, dim, schedule)
-        places = [self._place(m // schedule.slots, m) for m in range(schedule.micro_batches)]
-        everywhere = jnp.zeros((schedule.stages * schedule.slots, *x.shape[1:]), x.dtype)
-        return everywhere.at[np.array(places)].set(x)
-
-    def leaving(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns the rows of the batch after the pipeline."""
-        schedule, m = self._schedule, self._schedule.micro_batches
-        if schedule.is_even:
-            return x
-        last = schedule.stages - 1
-        places = [self._place(last - (m - 1 - i) // schedule.slots, i + last) for i in range(m)]
-        return from_slots(x[np.array(places)], dim, schedule)
-
-    def _place(self, from_entrance: int, slot: int) -> int:
-        n, k = self._schedule.stages, self._schedule.slots
-        stage = n - 1 - from_entrance if self._reverse else from_entrance
-        return stage * k + slot % k
+        return PartitionSpec(*[None] * dim, self._schedule.axes)
 
     def open(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns one device's slots [K, ...] of what :meth:`entering` returned."""
-        if not self._schedule.is_even:
-            return x
+        """Returns one device's slots [K, ...] from its rows of the batch."""
         k = self._schedule.slots
         shape = (*x.shape[:dim], k, x.shape[dim] // k, *x.shape[dim + 1 :])
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
     def close(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns one device's part of what :meth:`leaving` takes, from its slots [K, ...]."""
-        if not self._schedule.is_even:
-            return x
+        """Returns one device's rows of the batch from its slots [K, ...]."""
         # The output of slot k was written S - 1 ticks after the input was read.
         x = jnp.moveaxis(jnp.roll(x, 1 - self._schedule.stages, 0), 0, dim)
         return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
@@ -141,18 +99,14 @@ class Streams:
     def micro_batch(self, entered: jax.Array) -> jax.Array:
         """Returns the number of the micro-batch that is the ``entered``-th to enter."""
         n, k = self._schedule.stages, self._schedule.slots
-        if not self._reverse or not self._schedule.is_even:
-            return entered
-        return (n - 1 - entered // k) * k + entered % k
+        return (n - 1 - entered // k) * k + entered % k if self._reverse else entered
 
     def first_row(self, micro_batch: jax.Array, rows: int) -> jax.Array:
         """Returns where the rows of one device in a micro-batch begin in the batch."""
         schedule = self._schedule
         stage, slot = micro_batch // schedule.slots, micro_batch % schedule.slots
         at = jnp.zeros((), micro_batch.dtype)
-        if not schedule.is_even:
-            at, slot = micro_batch, jnp.zeros((), micro_batch.dtype)
-        for axis in schedule.axes if schedule.is_even else schedule.row_axes:
+        for axis in schedule.axes:
             index = stage if axis == STAGE else lax.axis_index(axis)
             at = at * schedule.mesh.shape[axis] + index
-        return (at * (schedule.slots if schedule.is_even else 1) + slot) * rows
+        return (at * schedule.slots + slot) * rows

@@ -102,7 +102,6 @@ class OptimizerUpdate:
             square_sums=[False] * len(params),
         )
         numbers = self._placements.like(range(len(self._placements.flat())))
-        optimizer = config.offload_optimizer
         try:
             self.by_groups = Update(
                 self._function,
@@ -110,7 +109,6 @@ class OptimizerUpdate:
                 heavy.flat(),
                 [*numbers.params, *numbers.opt_state, *numbers.copies],
                 plan,
-                on_host=optimizer is not None and optimizer.compute_on == "host",
             )
         except (TypeError, ValueError) as error:  # of unequal trees
             raise NotImplementedError(

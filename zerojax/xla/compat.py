@@ -17,12 +17,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 from jax._src import compiler, core, distributed, dtypes, traceback_util, xla_bridge
 from jax._src.interpreters import mlir, partial_eval, pxla
-from jax.experimental import compute_on
 from jax.sharding import Mesh
 
 from zerojax.xla.jaxprs import is_library
 
-R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
@@ -47,16 +45,6 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 ALL_REDUCE_KERNELS_FAIL = 64 if jax.version.__version_info__ >= (0, 12) else math.inf
 """The smallest number of GPUs for which XLA's all-reduce kernels end the compiling process."""
-
-
-def computed_on_host(fun: Callable[..., R]) -> Callable[..., R]:
-    """Returns ``fun`` of arrays in host memory, computed on the host; its results stay there."""
-    # In jax 0.11 the older name, a context manager until then, became this function.
-    wrap: Callable[..., Callable[..., R]] = getattr(
-        compute_on, "compute_on2", compute_on.compute_on
-    )
-    host = jax.memory.Space.Host
-    return wrap(fun, compute_type="device_host", out_memory_spaces=host)
 
 
 class LoweredFor(jax.stages.Lowered):

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 
 from zerojax.offload.disk.slices import (
     Index,
-    StoredChunk,
     StoredShard,
     boxes,
     flat_chunk,
@@ -94,17 +93,12 @@ class DiskLeaf:
             self.write(k, {device: flat_chunk(data[device], chunk) for device in firsts})
         self._torn = False
 
-    def read(self, k: int) -> StoredChunk:
-        """Starts to read chunk ``k`` of every shard.
+    def read_shard(self, i: int, k: int) -> Future[np.ndarray]:
+        """Starts to read chunk ``k`` of shard ``i``, uint8 [bytes].
 
         Raises:
           DiskStateError: the leaf is torn, or an earlier write failed.
         """
-        reads = [self.read_shard(i, k) for i in range(len(self.shards))]
-        return StoredChunk(self.shards, reads, self.dtype)
-
-    def read_shard(self, i: int, k: int) -> Future[np.ndarray]:
-        """Starts to read chunk ``k`` of shard ``i``, uint8 [bytes]."""
         if self._torn:
             raise DiskStateError(self.interrupted)
         return self.store.read(self._key(i, k))

@@ -122,27 +122,6 @@ def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Stor
     )
 
 
-class StoredChunk(NamedTuple):
-    """A chunk of every shard, being read from the disk."""
-
-    shards: Sequence[StoredShard]
-    reads: Sequence[Future[np.ndarray]]
-    dtype: np.dtype
-
-    def result(self) -> dict[jax.Device, np.ndarray]:
-        """Waits for the chunk, flat, for every device of this process; devices may share an array.
-
-        Raises:
-          DiskStateError: the bytes are not those that were written.
-        """
-        values = [read.result().view(self.dtype) for read in self.reads]
-        return {
-            device: value
-            for shard, value in zip(self.shards, values, strict=True)
-            for device in shard.devices
-        }
-
-
 def results(begin: Iterable[Callable[[], Future[T]]], n: int) -> Iterator[T]:
     """Starts futures and yields their results in order; at most ``n`` run or are in memory."""
     under_way: deque[Future[T]] = deque()

@@ -108,8 +108,6 @@ def launch(
             from zerojax.launch import accelerate  # the tables of keys take a while to load
 
             settings = accelerate.read(config_file)
-            for line in settings.ignored:
-                typer.echo(f"zerojax launch: --config-file: {line}", err=True)
             environ = {**settings.environ, **environ}
             nproc_per_node = nproc_per_node or settings.nproc_per_node
             num_nodes = num_nodes or settings.num_nodes

@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import os
 import socket
-import time
 from collections.abc import Mapping
 
 from zerojax.distributed.launched import Launched
@@ -35,7 +34,7 @@ def where_to_listen(me: Launched) -> str:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(each[4][0]) for each in sorted(found)]  # IPv4 first
     if addresses and is_loopback(host):
-        is_certain = host == "localhost" or me.local_count == me.count
+        is_certain = host == "localhost" or me.several_hosts is False
     else:
         is_certain = len(addresses) == 1 and _is_own(addresses[0])
     if not is_certain:
@@ -43,21 +42,15 @@ def where_to_listen(me: Launched) -> str:
     return f"[{addresses[0]}]:{port}" if ":" in addresses[0] else f"{addresses[0]}:{port}"
 
 
-def unreachable(me: Launched, seconds: float = 20.0) -> str:
-    """Returns why this process cannot reach process 0; "" if no reason is known.
+def wrong_loopback(me: Launched) -> str:
+    """Returns why this process may not reach process 0 of another host; "" if no reason is known.
 
-    Args:
-      me: This process among the others.
-      seconds: Seconds that process 0 may take until it listens, if the name of another host means
-        this machine: two Slurm nodes may share a machine.
+    Process 0 may be reached even so, as two nodes of Slurm may share a machine.
     """
-    (host, port), own_host = split(me.coordinator), socket.gethostname()
-    if not me.several_hosts or not is_loopback(host):
+    host, own_host = split(me.coordinator)[0], socket.gethostname()
+    is_own_name = host.partition(".")[0] == own_host.partition(".")[0] != "localhost"
+    if not me.several_hosts or is_own_name or not is_loopback(host):
         return ""
-    if host != "localhost" and not _is_address(host):
-        is_own_name = host.partition(".")[0] == own_host.partition(".")[0]
-        if is_own_name or me.index == 0 or _listens(host, port, seconds):
-            return ""
     return (
         f"the coordinator {me.coordinator} ({me.by}) is the loopback of {own_host}, and processes "
         "run on several hosts: name the host of process 0 by an address that the others reach "
@@ -70,21 +63,6 @@ def _is_own(address: str) -> bool:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         socket.create_server((address, 0), family=family).close()
         return True
-    return False
-
-
-def _listens(host: str, port: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
-            return True
-        time.sleep(0.2)
-    return False
-
-
-def _is_address(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
     return False
 
 

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig, load
-from zerojax.distributed.addresses import unreachable, where_to_listen
+from zerojax.distributed.addresses import where_to_listen
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.failure import end_at_once, leave
 from zerojax.distributed.gpus import local_devices
@@ -77,8 +77,6 @@ def init_distributed(
             f"JAX is in use already in process {me.index} of {me.count}: call "
             "zerojax.init_distributed() before jax.devices() and imports that make arrays"
         )
-    if problem := unreachable(me):
-        raise LaunchError(f"process {me.index} of {me.count}: {problem}")
     bind = where_to_listen(me)
     own_record = describe(me, None if config is None else load(config), os.environ)
     records = call_roll(me, own_record, bind, timeout)

@@ -77,7 +77,7 @@ def test_process_0_is_missing(port: int, clock: list[float]) -> None:
 def test_process_0_is_sought_at_a_loopback_for_a_while(port: int, clock: list[float]) -> None:
     """As two nodes of Slurm may share a machine; elsewhere it is an error soon."""
     me = Launched(f"localhost:{port}", 2, 1, True, None, "srun")
-    with pytest.raises(LaunchError, match="process 1 of 2: the coordinator .* is the loopback of"):
+    with pytest.raises(LaunchError, match=r"process 1 of 2: the coordinator .* is the loopback of"):
         call_roll(me, {"host": "n1", "pid": 101}, "", LIMIT)
     assert sum(clock) == pytest.approx(20.0, abs=0.3)
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from zerojax.distributed.addresses import proxied, split, where_to_listen, wrong_loopback
+from zerojax.distributed.addresses import avoid_proxy, split, where_to_listen, wrong_loopback
 from zerojax.distributed.launched import Launched
 
 HERE = socket.gethostname()
@@ -71,16 +71,15 @@ def test_coordinator_at_a_loopback(
 
 
 @pytest.mark.parametrize(
-    ("environ", "proxy"),
+    ("environ", "exempt"),
     [
-        ({}, ""),
-        ({"http_proxy": "p:1"}, "http_proxy"),
-        ({"http_proxy": "p:1", "https_proxy": "p:1"}, "https_proxy"),
-        ({"HTTP_PROXY": "p:1"}, ""),  # gRPC does not look at it
-        ({"http_proxy": "p:1", "no_proxy": "localhost, .cluster"}, ""),
-        ({"http_proxy": "p:1", "no_proxy": "other"}, "http_proxy"),
+        ({}, None),
+        ({"no_proxy": "a"}, None),
+        ({"http_proxy": "p:1"}, ",n1"),
+        ({"https_proxy": "p:1", "no_proxy": "a"}, "a,n1"),
+        ({"grpc_proxy": "p:1", "no_proxy": "a", "no_grpc_proxy": "b"}, "b,n1"),
     ],
 )
-def test_proxies_that_grpc_takes(environ: dict[str, str], proxy: str) -> None:
-    me = Launched("n1.cluster:4000", 2, 1, None, None, "torchrun")
-    assert proxied(me, environ) == proxy
+def test_proxies_are_avoided(environ: dict[str, str], exempt: str | None) -> None:
+    avoid_proxy("n1:4000", environ)
+    assert environ.get("no_grpc_proxy") == exempt

@@ -6,12 +6,12 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from zerojax.distributed.launched import Launched
 
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Proxy variables in gRPC's order of preference; gRPC ignores names in capital letters."""
+_EXEMPT = "no_grpc_proxy"
+"""gRPC's variable, which it prefers to ``no_proxy``."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -66,13 +66,11 @@ def _is_own(address: str) -> bool:
     return False
 
 
-def proxied(me: Launched, environ: Mapping[str, str]) -> str:
-    """Returns the variable that would send gRPC through a proxy; "" for none."""
-    exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
-    host = split(me.coordinator)[0]
-    if any(host.endswith(suffix.strip()) for suffix in exempt.split(",") if suffix.strip()):
-        return ""
-    return next((name for name in _PROXIES if environ.get(name)), "")
+def avoid_proxy(address: str, environ: MutableMapping[str, str]) -> None:
+    """Exempts an address from gRPC's proxy, which may be that of other programs: ``http_proxy``."""
+    if {"grpc_proxy", "https_proxy", "http_proxy"} & environ.keys():
+        exempt = environ.get(_EXEMPT) or environ.get("no_proxy", "")
+        environ[_EXEMPT] = f"{exempt},{split(address)[0]}"
 
 
 def is_loopback(host: str) -> bool:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig, load
-from zerojax.distributed.addresses import where_to_listen
+from zerojax.distributed.addresses import avoid_proxy, where_to_listen
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.failure import end_at_once, leave
 from zerojax.distributed.gpus import local_devices
@@ -78,14 +78,15 @@ def init_distributed(
             "zerojax.init_distributed() before jax.devices() and imports that make arrays"
         )
     bind = where_to_listen(me)
-    own_record = describe(me, None if config is None else load(config), os.environ)
+    own_record = describe(None if config is None else load(config), os.environ)
     records = call_roll(me, own_record, bind, timeout)
-    _refuse(differences(records, me.coordinator))
+    _refuse(differences(records))
     local = by_host(records)[own_record["host"]]
     if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's SIGTERM handler only records the signal; without ``Preemption`` it must end a process.
     jax.config.update("jax_enable_preemption_service", False)
+    avoid_proxy(me.coordinator, os.environ)
     jax.distributed.initialize(
         me.coordinator,
         me.count,

@@ -98,7 +98,7 @@ def init_distributed(
         coordinator_bind_address=bind,
     )
     devices = devices_here(jax.local_devices())
-    _refuse_in_all(unequal_devices(exchange("the devices of each process", devices, timeout)))
+    _refuse(unequal_devices(exchange("the devices of each process", devices, timeout)))
     _leave_joined(me.index)
     watchdog()
 
@@ -112,13 +112,6 @@ def _leave_joined(index: int) -> None:
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise LaunchError("the processes do not fit together:\n  " + "\n  ".join(problems))
-
-
-def _refuse_in_all(problems: list[str]) -> None:
-    """Raises once JAX has joined the processes: no process ends before all know the problems."""
-    if problems:
-        exchange("an error of all processes", "")
-        _refuse(problems)
 
 
 def require_joined() -> None:
@@ -146,4 +139,4 @@ def require_same(config: ZeroConfig, mesh: Mesh) -> None:
       LaunchError: Configs differ; raised in all processes, with the fields that differ.
     """
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count() > 1:
-        _refuse_in_all(unequal_settings(exchange("the config", settings(config), 300.0)))
+        _refuse(unequal_settings(exchange("the config", settings(config), 300.0)))

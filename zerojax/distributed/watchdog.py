@@ -63,7 +63,6 @@ class Watchdog:
         this.every(self._look, offline=True)
         if this.count > 1:
             this.every(self._hear)
-        this.at_end.append(faulthandler.cancel_dump_traceback_later)
 
     def begin(self) -> None:
         """Expects steps from now on."""

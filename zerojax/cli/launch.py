@@ -17,7 +17,7 @@ from zerojax.launch import kubernetes as kubernetes_jobs
 from zerojax.launch import local, mpi
 from zerojax.launch import slurm as slurm_jobs
 from zerojax.launch.descent import guarded
-from zerojax.launch.error import UsageError, in_a_line
+from zerojax.launch.error import UsageError
 from zerojax.launch.gpus import gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import PART, Job, Node, by_hand, checked_script, free_port, node_command
@@ -146,7 +146,6 @@ def launch(
             if dry_run:
                 local.show(job, node, local_gpus, environ)
                 return
-            _create_folder(log_dir)
             status = guarded(
                 lambda: local.run(job, node, local_gpus, environ),
                 parent=os.getppid() if PART in environ else None,
@@ -176,7 +175,6 @@ def _start_on_hosts(
         ]
 
     if mpi.installed() is not None and not dry_run:
-        _create_folder(job.log_dir)
         return guarded(lambda: mpi.run(job, hosts, nodes, environ))
     commands = [node_command(job, node, environ) for node in nodes()]
     if mpi.installed() is None:
@@ -255,11 +253,3 @@ def _address(given: str) -> str:
     if not match or not 0 < int(match[1]) < 2**16:
         raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
     return given
-
-
-def _create_folder(folder: Path | None) -> None:
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--log-dir {folder}: {in_a_line(error)}; name another folder") from None

@@ -28,8 +28,7 @@ from zerojax.xla import compat
 TICK = 2.0
 """Seconds between two comparisons."""
 
-_CALLS, _ALL_CALLS = "calls", "calls of an ended script"
-_FORMS, _PROBLEM = "the form of a call", "different calls"
+_CALLS, _FORMS, _PROBLEM = "calls", "the form of a call", "different calls"
 _PUBLISHED, _KEPT = 64, 4096  # calls
 _END = "the end of the program"
 _PATIENCE = 600.0  # s for a process that has not come to a call of another form
@@ -90,7 +89,7 @@ class Lockstep:
         self._unread: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=_KEPT)
         self._values: deque[tuple[int, dict[str, str]]] = deque(maxlen=_KEPT)
         self._published, self._has_ended = "", False
-        self._still: dict[int, tuple[tuple[int, str, int], float]] = {}  # positions, since when
+        self._still, self._since = (0, "", 0), math.inf  # positions, and since when
         this.every(self._look)
 
     def note(self, call: str, form: str = "", number: int = 0) -> None:
@@ -135,24 +134,18 @@ class Lockstep:
             self._unread.append((self._count, values))
 
     def _look(self) -> float:
-        """Publishes this process's calls, and compares them with those of other processes.
-
-        Process 0 compares with the processes whose scripts have ended, the others with process 0.
-        """
+        """Publishes the calls of process 0, or compares this process's calls with them."""
         if self._coordinator.ended and not self._has_ended:
             self._has_ended = True
             self.note(_END)
         for problem in self._coordinator.collect(_PROBLEM).values():
             end_with(LaunchError(problem))
         self._read()
-        if self._me == 0 or self._has_ended:
-            text = self.snapshot()
-            if text != self._published:
-                self._coordinator.publish(_ALL_CALLS if self._me else _CALLS, text)
-                self._published = text
-        others = self._coordinator.collect(_CALLS if self._me else _ALL_CALLS)
-        for process, text in others.items():
-            self.compare(process, text)
+        if self._me == 0 and (text := self.snapshot()) != self._published:
+            self._coordinator.publish(_CALLS, text)
+            self._published = text
+        for text in self._coordinator.collect(_CALLS).values() if self._me else ():
+            self.compare(text)
         return TICK
 
     def _read(self) -> None:
@@ -177,8 +170,8 @@ class Lockstep:
         calls_by_form = [call._replace(form=str(forms.index(call.form))) for call in calls]
         return json.dumps([count, calls_by_form, forms, _place(), values])
 
-    def compare(self, process: int, description: str) -> None:
-        """Ends this process if another process has executed other calls."""
+    def compare(self, description: str) -> None:
+        """Ends all processes if this process has executed other calls than process 0."""
         count, calls, forms, place, values = json.loads(description)
         other_calls = [_Call(*call) for call in calls]
         with self._lock:
@@ -189,40 +182,39 @@ class Lockstep:
             if own.checksum != other.checksum:
                 self._refuse(
                     f"the processes call different functions: call {n + 1} of zerojax is "
-                    f"{other.name} in process {process}, at {place}, and {own.name} in process "
+                    f"{other.name} in process 0, at {place}, and {own.name} in process "
                     f"{self._me}, at {_place()}. Run the same steps, evaluations, saves and "
                     "restores in every process; print and log in process 0 only"
                 )
             form = forms[int(other.form)]
             if own.form and form and own.form != form:
-                self._refuse(_unequal_forms(own, {process: form, self._me: own.form}))
+                self._refuse(_unequal_forms(own, {0: form, self._me: own.form}))
         own_values = dict(self._values)
         for n, others in values:
             for name, value in own_values.get(n, {}).items():
                 if value != others.get(name):
                     self._refuse(
                         f"{name} is {value} in process {self._me} and {others.get(name)} "
-                        f"in process {process}, at call {n} of zerojax. {SAME_ARGUMENTS}"
+                        f"in process 0, at call {n} of zerojax. {SAME_ARGUMENTS}"
                     )
-        self._report_waiting(process, count, place, number)
+        self._report_waiting(count, place, number)
 
     def _refuse(self, problem: str) -> NoReturn:
         """Ends this process, and the others by what it publishes."""
         self._coordinator.publish(_PROBLEM, problem)
         end_with(LaunchError(problem))
 
-    def _report_waiting(self, process: int, count: int, place: str, number: int) -> None:
+    def _report_waiting(self, count: int, place: str, number: int) -> None:
         """Prints once where two processes are that have been at different calls for long."""
         positions, now = (count, place, number), time.monotonic()
-        still, since = self._still.get(process, (None, now))
-        if still != positions:
-            self._still[process] = positions, now
+        if self._still != positions:
+            self._still, self._since = positions, now
         elif number > count and self._me > 1:
             return  # process 1 sees it too, and reports it
-        elif count != number and now - since > self._silent:
-            self._still[process] = positions, math.inf
+        elif count != number and now - self._since > self._silent:
+            self._since = math.inf
             print(
-                f"zerojax: process {process} has been at {place} for {self._silent:g} s, in or "
+                f"zerojax: process 0 has been at {place} for {self._silent:g} s, in or "
                 f"after call {count} of zerojax, and process {self._me} is at {_place()}, call "
                 f"{number}. If one reads an array that all devices hold, let all processes do "
                 "so",

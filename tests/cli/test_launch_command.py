@@ -36,8 +36,6 @@ def launch(words: str, **environ: str) -> Result:
         ("none.py", "no script none.py in /"),
         ("''", "no script '' in /"),
         ("x" * 5000, f"no script {'x' * 200} in /"),
-        ("--hostfile hosts --mpi train.py", "mpirun is not installed"),
-        ("--mpi train.py", "--mpi needs --hostfile"),
         ("--hostfile hosts --nproc-per-node 3 train.py", "worker-0 has 2 slots"),
         ("--num-nodes 2 train.py", "several machines need --hostfile, or --node-rank"),
         (
@@ -84,9 +82,6 @@ def test_dry_run_of_one_machine() -> None:
     assert shown[2].startswith("# process 1: CPU")
     words = shlex.split(shown[3])
     assert words[-3:] == ["train.py", "--lr", "3"]
-    assert "stands behind" not in launch("--dry-run train.py --lr 3").stderr
-    told = launch("--dry-run train.py --max-restarts=3").stderr
-    assert "--max-restarts=3 comes after the script, and is passed to it" in told
     assert {"ZEROJAX_PROCESS_ID=1", "ZEROJAX_WATCHDOG=off", "JAX_PLATFORMS=cpu"} < set(words)
 
 

@@ -72,7 +72,8 @@ def said_by(process: subprocess.Popen[str]) -> str:
 
 
 def test_joined_compared_and_ended(tmp_path: Path) -> None:
-    folder = {"ZEROJAX_RUN_DIR": str(tmp_path)}
+    proxy = {"http_proxy": "http://proxy.invalid:3128", "no_proxy": ""}  # takes no messages of JAX
+    folder = {"ZEROJAX_RUN_DIR": str(tmp_path), **proxy}
     begun = time.time()
     first, second = launch(TRAIN, folder, folder)
     said = said_by(second)
@@ -96,11 +97,9 @@ def test_what_does_not_fit_is_the_same_error_in_all() -> None:
     for each in launch(JOIN, {}, {"JAX_NUM_CPU_DEVICES": "3"}):
         assert "the number of devices differs: 2 in process 0; 3 in process 1." in said_by(each)
         assert each.returncode == 1
-    proxy = {"http_proxy": "http://proxy:3128", "no_proxy": ""}
-    for each in launch(JOIN.replace("2}", '2 + int(os.environ["RANK"])}'), {}, proxy):
+    for each in launch(JOIN.replace("2}", '2 + int(os.environ["RANK"])}'), {}, {}):
         said = said_by(each)
         assert "stage of the config differs: 2 in process 0; 3 in process 1" in said
-        assert "http_proxy would send messages between process 1 and process 0" in said
 
 
 def test_a_process_that_has_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:

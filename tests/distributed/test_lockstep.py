@@ -94,11 +94,11 @@ def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> Non
     first, other = Lockstep(Coordinator()), Lockstep(Coordinator(), silent=0.0)
     for calls in (first, other):
         calls.note("train_step(...)")
-    other.compare(0, first.snapshot())
+    other.compare(first.snapshot())
     other.note("train_step(...)")
     described = first.snapshot()
     for _ in range(4):
-        other.compare(0, described)
+        other.compare(described)
     said = capsys.readouterr().err
     assert said.count("process 0 has been at ") == 1
     assert "test_lockstep.py:" in said

@@ -45,7 +45,7 @@ def test_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     told = worker(monkeypatch, 2, 1)
     me = launched(ray_train_variables())
     assert me is not None
-    assert (me.coordinator, me.count, me.index, me.local_count) == ("10.0.0.1:4000", 2, 1, 2)
+    assert (me.coordinator, me.count, me.index, me.several_hosts) == ("10.0.0.1:4000", 2, 1, False)
     assert told == [None]
 
 

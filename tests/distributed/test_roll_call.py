@@ -74,6 +74,14 @@ def test_process_0_is_missing(port: int, clock: list[float]) -> None:
     assert f"on n1 did not reach process 0 at localhost:{port} within 0.5 s: Connection" in said
 
 
+def test_process_0_is_sought_at_a_loopback_for_a_while(port: int, clock: list[float]) -> None:
+    """As two nodes of Slurm may share a machine; elsewhere it is an error soon."""
+    me = Launched(f"localhost:{port}", 2, 1, True, None, "srun")
+    with pytest.raises(LaunchError, match=r"process 1 of 2: the coordinator .* is the loopback of"):
+        call_roll(me, {"host": "n1", "pid": 101}, "", LIMIT)
+    assert sum(clock) == pytest.approx(20.0, abs=0.3)
+
+
 def test_strangers_do_not_stop_the_clock(port: int) -> None:
     done = threading.Event()
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax.launch.failure import Outcome, reported
-from zerojax.launch.relay import Relay, Source
+from zerojax.launch.relay import Source, Terminal
 
 
 def split(*pieces: bytes) -> tuple[list[bytes], bytes]:
     """The lines of an output that comes in these pieces, and what has no end."""
-    source = Source(b"", 1, None)
+    source = Source(Terminal(), b"", 1, None)
     lines = [line for piece in pieces for line in source.lines(piece)]
     return lines, source.rest
 
@@ -45,24 +45,23 @@ def test_a_failure_that_is_reported_has_its_types(noise: bytes) -> None:
     assert reported(b"\x1e" + failed % b"1.5" + b"\n") == Outcome(1, "why", True, 1.5, "text")
 
 
-def finishing(source: Source, lines: int) -> tuple[Relay, bytes]:
-    """A relay that is to finish, and what a process has written into its pipe before it ended."""
-    relay = Relay()
+def finishing(source: Source, lines: int) -> bytes:
+    """What a process has written into a pipe before it ended; an unrelated one holds it open."""
     read, write = os.pipe()
-    relay.read(io.FileIO(read), source)
-    relay.start()
+    source.pipe = io.FileIO(read)
+    source.start()
     said = b"".join(b"%d\n" % i for i in range(lines))
     os.write(write, said)
-    os.close(write)
-    relay.finish()
-    return relay, said
+    source.terminal.is_finishing = True
+    return said
 
 
 def test_no_line_is_lost_to_a_slow_reader() -> None:
     """The terminal is a pipe of 4096 bytes that is read once the thread waits for it."""
     read, terminal = os.pipe()
     fcntl.fcntl(terminal, fcntl.F_SETPIPE_SZ, 4096)
-    relay, _ = finishing(Source(b"[0] ", terminal, None), 3000)
+    relay = Source(Terminal(), b"[0] ", terminal, None)
+    finishing(relay, 3000)
     relay.join(0.2)
     assert relay.is_alive()
     got = b""
@@ -83,8 +82,9 @@ def test_logs_are_complete_where_nobody_reads_the_terminal(tmp_path: Path) -> No
             os.write(terminal, b"x" * 4096)
     os.set_blocking(terminal, True)
     with (tmp_path / "log").open("wb", buffering=0) as log:
-        relay, said = finishing(Source(b"[0] ", terminal, log), 1000)
-        relay.hurry(0.0)
+        relay = Source(Terminal(), b"[0] ", terminal, log)
+        said = finishing(relay, 1000)
+        relay.terminal.hurry(0.0)
         relay.join(LIMIT)
     assert not relay.is_alive()
     assert (tmp_path / "log").read_bytes() == said

@@ -65,7 +65,7 @@ def test_one_whose_script_ends_early(tmp_path: Path) -> None:
     script = TRAIN + "while me == 0: state, _ = train_step(state, batch)"
     told = launched(tmp_path, script, "--nproc-per-node=2")
     assert told.status == 1, told.err
-    assert re.search("call 6 of zerojax is .*the end of the program in process 1", told.err)
+    assert re.search(r"call 6 of zerojax is .*the end of the program in process 1", told.err)
 
 
 starts_threads = pytest.mark.skipif(

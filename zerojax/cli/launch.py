@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from zerojax.launch import kubernetes as kubernetes_jobs
 from zerojax.launch import local, mpi
 from zerojax.launch import slurm as slurm_jobs
 from zerojax.launch.descent import guarded
-from zerojax.launch.error import UsageError, in_a_line
+from zerojax.launch.error import UsageError
 from zerojax.launch.gpus import gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import PART, Job, Node, by_hand, checked_script, free_port, node_command
@@ -50,9 +49,6 @@ def launch(
     coordinator: Annotated[
         str | None, typer.Option(help="HOST:PORT of the first machine; default: a free port.")
     ] = None,
-    use_mpi: Annotated[
-        bool, typer.Option("--mpi", help="Start the hostfile's machines by mpirun, or fail.")
-    ] = False,
     slurm: Annotated[
         str | None,
         typer.Option(metavar="OPTIONS", help="Submit to Slurm; sbatch's options, in one string."),
@@ -90,26 +86,16 @@ def launch(
     environ: Mapping[str, str] = context.obj or os.environ
     try:
         words = ("-m", *script) if module else tuple(script)
-        option_names = {name for parameter in context.command.params for name in parameter.opts}
-        for word in script[1:]:
-            if word.partition("=")[0] in option_names - {"-m"}:
-                typer.echo(
-                    f"zerojax launch: {word} comes after the script, and is passed to it, not to "
-                    "launch",
-                    err=True,
-                )
         if slurm is not None and kubernetes is not None:
             raise UsageError("--slurm and --kubernetes are both given: remove one")
         cluster = None if kubernetes is None else "--kubernetes"
         cluster = cluster if slurm is None else "--slurm"
         words = words if kubernetes is not None else checked_script(words)
-        job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
+        job = Job(words, grace, max_restarts, watchdog, log_dir)
         if config_file is not None:
             from zerojax.launch import accelerate  # the tables of keys take a while to load
 
             settings = accelerate.read(config_file)
-            for line in settings.ignored:
-                typer.echo(f"zerojax launch: --config-file: {line}", err=True)
             environ = {**settings.environ, **environ}
             nproc_per_node = nproc_per_node or settings.nproc_per_node
             num_nodes = num_nodes or settings.num_nodes
@@ -117,11 +103,11 @@ def launch(
                 hostfile, coordinator = settings.hostfile, coordinator or settings.coordinator
                 node_rank = settings.node_rank if node_rank is None else node_rank
         if cluster is not None:
-            placement = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
+            placement = (hostfile, include, exclude, node_rank, coordinator)
             if any(option is not None for option in placement):
                 raise UsageError(
                     f"{cluster} places the processes: remove --hostfile, --include, "
-                    "--exclude, --node-rank, --coordinator and --mpi"
+                    "--exclude, --node-rank and --coordinator"
                 )
             if nproc_per_node is None or not re.fullmatch("[1-9][0-9]{0,5}", nproc_per_node):
                 raise UsageError(f"{cluster} needs --nproc-per-node, for each machine")
@@ -145,11 +131,8 @@ def launch(
             hosts = select([Host("localhost", tuple(range(len(find_gpus()))))], include, exclude)
         counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, find_gpus)
         hosts = hosts and hosts[: len(counts)]
-        is_only_here = len(counts) == 1 and (hosts is None or hosts[0].is_here)
-        if (node_rank is None and not is_only_here) or use_mpi:
-            if hosts is None:
-                raise UsageError("--mpi needs --hostfile")
-            status = _start_on_hosts(job, hosts, counts, coordinator, environ, use_mpi, dry_run)
+        if node_rank is None and hosts is not None and (len(counts) > 1 or not hosts[0].is_here):
+            status = _start_on_hosts(job, hosts, counts, coordinator, environ, dry_run)
         else:
             local_gpus = find_gpus()
             node = _node(node_rank or 0, counts, coordinator, hosts, local_gpus, environ)
@@ -163,7 +146,6 @@ def launch(
             if dry_run:
                 local.show(job, node, local_gpus, environ)
                 return
-            _create_folder(log_dir)
             status = guarded(
                 lambda: local.run(job, node, local_gpus, environ),
                 parent=os.getppid() if PART in environ else None,
@@ -180,7 +162,6 @@ def _start_on_hosts(
     counts: tuple[int, ...],
     coordinator: str | None,
     environ: Mapping[str, str],
-    must: bool,
     dry_run: bool,
 ) -> int:
     """Starts a job on several hosts, or prints the commands; returns the exit status."""
@@ -193,10 +174,7 @@ def _start_on_hosts(
             for rank, (host, count) in enumerate(zip(hosts, counts, strict=True))
         ]
 
-    if mpi.installed() is None and must:
-        raise UsageError("--mpi: mpirun is not installed here (Debian: openmpi-bin)")
     if mpi.installed() is not None and not dry_run:
-        _create_folder(job.log_dir)
         return guarded(lambda: mpi.run(job, hosts, nodes, environ))
     commands = [node_command(job, node, environ) for node in nodes()]
     if mpi.installed() is None:
@@ -275,22 +253,3 @@ def _address(given: str) -> str:
     if not match or not 0 < int(match[1]) < 2**16:
         raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
     return given
-
-
-def _create_folder(folder: Path | None) -> None:
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--log-dir {folder}: {in_a_line(error)}; name another folder") from None
-
-
-def _watchdog(given: str | None) -> str | None:
-    if given is None or given == "off":
-        return given
-    try:
-        if 0 < float(given) < threading.TIMEOUT_MAX:
-            return given
-    except ValueError:
-        pass
-    raise UsageError(f"--watchdog: expected seconds or off, got {given!r}")

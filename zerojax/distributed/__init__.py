@@ -8,6 +8,6 @@ in all of them. In reading order:
 - ``roll_call``, ``preflight``: records of all processes, compared before JAX joins them.
 - ``failure``: files for the launcher, and the exit on an exception. ``log``: messages once.
 - ``coordinator``: one thread per process, and the texts that processes share. On top of it:
-  ``exchange``, ``equality``, ``call_agreement`` and ``turns`` let processes wait for each other;
-  ``lockstep`` and ``watchdog`` end a job whose processes differ or stall.
+  ``exchange``, ``equality`` and ``turns`` let processes wait for each other; ``lockstep`` and
+  ``watchdog`` end a job whose processes differ or stall.
 """

@@ -6,13 +6,12 @@ import contextlib
 import ipaddress
 import os
 import socket
-import time
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from zerojax.distributed.launched import Launched
 
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Proxy variables in gRPC's order of preference; gRPC ignores names in capital letters."""
+_EXEMPT = "no_grpc_proxy"
+"""gRPC's variable, which it prefers to ``no_proxy``."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -35,7 +34,7 @@ def where_to_listen(me: Launched) -> str:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(each[4][0]) for each in sorted(found)]  # IPv4 first
     if addresses and is_loopback(host):
-        is_certain = host == "localhost" or me.local_count == me.count
+        is_certain = host == "localhost" or me.several_hosts is False
     else:
         is_certain = len(addresses) == 1 and _is_own(addresses[0])
     if not is_certain:
@@ -43,21 +42,15 @@ def where_to_listen(me: Launched) -> str:
     return f"[{addresses[0]}]:{port}" if ":" in addresses[0] else f"{addresses[0]}:{port}"
 
 
-def unreachable(me: Launched, seconds: float = 20.0) -> str:
-    """Returns why this process cannot reach process 0; "" if no reason is known.
+def wrong_loopback(me: Launched) -> str:
+    """Returns why this process may not reach process 0 of another host; "" if no reason is known.
 
-    Args:
-      me: This process among the others.
-      seconds: Seconds that process 0 may take until it listens, if the name of another host means
-        this machine: two Slurm nodes may share a machine.
+    Process 0 may be reached even so, as two nodes of Slurm may share a machine.
     """
-    (host, port), own_host = split(me.coordinator), socket.gethostname()
-    if not me.several_hosts or not is_loopback(host):
+    host, own_host = split(me.coordinator)[0], socket.gethostname()
+    is_own_name = host.partition(".")[0] == own_host.partition(".")[0] != "localhost"
+    if not me.several_hosts or is_own_name or not is_loopback(host):
         return ""
-    if host != "localhost" and not _is_address(host):
-        is_own_name = host.partition(".")[0] == own_host.partition(".")[0]
-        if is_own_name or me.index == 0 or _listens(host, port, seconds):
-            return ""
     return (
         f"the coordinator {me.coordinator} ({me.by}) is the loopback of {own_host}, and processes "
         "run on several hosts: name the host of process 0 by an address that the others reach "
@@ -73,28 +66,11 @@ def _is_own(address: str) -> bool:
     return False
 
 
-def _listens(host: str, port: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
-            return True
-        time.sleep(0.2)
-    return False
-
-
-def _is_address(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return False
-
-
-def proxied(me: Launched, environ: Mapping[str, str]) -> str:
-    """Returns the variable that would send gRPC through a proxy; "" for none."""
-    exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
-    host = split(me.coordinator)[0]
-    if any(host.endswith(suffix.strip()) for suffix in exempt.split(",") if suffix.strip()):
-        return ""
-    return next((name for name in _PROXIES if environ.get(name)), "")
+def avoid_proxy(address: str, environ: MutableMapping[str, str]) -> None:
+    """Exempts an address from gRPC's proxy, which may be that of other programs: ``http_proxy``."""
+    if {"grpc_proxy", "https_proxy", "http_proxy"} & environ.keys():
+        exempt = environ.get(_EXEMPT) or environ.get("no_proxy", "")
+        environ[_EXEMPT] = f"{exempt},{split(address)[0]}"
 
 
 def is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import sys
 import threading
 import time
@@ -52,7 +53,6 @@ class Coordinator(threading.Thread):
       tick: Seconds between looks at what other processes may publish at any moment.
       answers: Whether process 0 answers.
       ended: Whether the script of this process has ended.
-      at_end: Functions that the thread calls before it ends.
     """
 
     client: Any
@@ -67,7 +67,6 @@ class Coordinator(threading.Thread):
         self.client, self.me, self.count = client, jax.process_index(), jax.process_count()
         self.tick = _TICK * max(1.0, self.count / _PROCESSES_PER_TICK)
         self.answers, self.ended = True, False
-        self.at_end: list[Callable[[], object]] = []
         self._checks: list[_Check] = []
         self._rounds: Counter[str] = Counter()
         self._shared: dict[Callable[..., Any], Any] = {}
@@ -101,11 +100,6 @@ class Coordinator(threading.Thread):
         """Returns the next round, from 1, of a topic whose rounds all begin in the same order."""
         self._rounds[topic] += 1
         return self._rounds[topic]
-
-    def new_topic(self, name: str) -> str:
-        """Returns a new topic: the name, numbered if there are earlier topics of that name."""
-        number = self.next_round(f"topics {name}")
-        return name if number == 1 else f"{name} ({number})"
 
     def every(self, look: Callable[[], float], *, offline: bool = False) -> None:
         """Calls ``look`` in the thread, which returns the seconds until its next call.
@@ -154,8 +148,7 @@ class Coordinator(threading.Thread):
             elif self._have_all_ended():
                 self._look(everything=True)  # at what the others published before they ended
                 break
-        for act in self.at_end:
-            act()
+        faulthandler.cancel_dump_traceback_later()  # the watchdog's
 
     def _look(self, everything: bool) -> float:
         """Calls the checks that are due; returns the seconds until the next of them is due."""

@@ -48,7 +48,10 @@ def exchange(name: str, mine: _T, seconds: float = 60.0) -> list[_T]:
     if jax.process_count() == 1:
         return [mine]
     this = coordinator()
-    texts = gather(this, name, this.next_round(name), json.dumps(mine), seconds)
+    number = this.next_round(name)
+    texts = gather(this, name, number, json.dumps(mine), seconds)
+    if number > 1:  # every process that is in this round has read the strings of the last round
+        this.delete(name, number - 1)
     return [json.loads(text) for text in texts]
 
 
@@ -67,6 +70,4 @@ def gather(this: Coordinator, topic: str, number: int, mine: str, seconds: float
         came |= this.collect(topic, number)
     if missing := [process for process in range(this.count) if process not in came]:
         raise ProcessesMissing(topic, missing, seconds)
-    if number > 1:  # every process that is in this round has read the strings of the last round
-        this.delete(topic, number - 1)
     return [came[process] for process in range(this.count)]

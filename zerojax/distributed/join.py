@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig, load
-from zerojax.distributed.addresses import unreachable, where_to_listen
+from zerojax.distributed.addresses import avoid_proxy, where_to_listen
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.failure import end_at_once, leave
 from zerojax.distributed.gpus import local_devices
@@ -77,17 +77,16 @@ def init_distributed(
             f"JAX is in use already in process {me.index} of {me.count}: call "
             "zerojax.init_distributed() before jax.devices() and imports that make arrays"
         )
-    if problem := unreachable(me):
-        raise LaunchError(f"process {me.index} of {me.count}: {problem}")
     bind = where_to_listen(me)
-    own_record = describe(me, None if config is None else load(config), os.environ)
+    own_record = describe(None if config is None else load(config), os.environ)
     records = call_roll(me, own_record, bind, timeout)
-    _refuse(differences(records, me.coordinator))
+    _refuse(differences(records))
     local = by_host(records)[own_record["host"]]
     if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's SIGTERM handler only records the signal; without ``Preemption`` it must end a process.
     jax.config.update("jax_enable_preemption_service", False)
+    avoid_proxy(me.coordinator, os.environ)
     jax.distributed.initialize(
         me.coordinator,
         me.count,
@@ -99,7 +98,7 @@ def init_distributed(
         coordinator_bind_address=bind,
     )
     devices = devices_here(jax.local_devices())
-    _refuse_in_all(unequal_devices(exchange("the devices of each process", devices, timeout)))
+    _refuse(unequal_devices(exchange("the devices of each process", devices, timeout)))
     _leave_joined(me.index)
     watchdog()
 
@@ -113,13 +112,6 @@ def _leave_joined(index: int) -> None:
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise LaunchError("the processes do not fit together:\n  " + "\n  ".join(problems))
-
-
-def _refuse_in_all(problems: list[str]) -> None:
-    """Raises once JAX has joined the processes: no process ends before all know the problems."""
-    if problems:
-        exchange("an error of all processes", "")
-        _refuse(problems)
 
 
 def require_joined() -> None:
@@ -147,4 +139,4 @@ def require_same(config: ZeroConfig, mesh: Mesh) -> None:
       LaunchError: Configs differ; raised in all processes, with the fields that differ.
     """
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count() > 1:
-        _refuse_in_all(unequal_settings(exchange("the config", settings(config), 300.0)))
+        _refuse(unequal_settings(exchange("the config", settings(config), 300.0)))

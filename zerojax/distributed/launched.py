@@ -19,7 +19,7 @@ class Launched:
       coordinator: ``host:port``, where process 0 listens.
       count: The number of processes.
       index: Index of this process, from 0.
-      local_count: The number of processes on this host; None if the launcher does not state it.
+      several_hosts: Whether processes run on other hosts too; None if not stated.
       local_index: Index of this process on its host, from 0; None if not stated.
       by: The launcher.
       token: A secret of the run, from ``zerojax launch`` or from the user; "" for none.
@@ -28,15 +28,10 @@ class Launched:
     coordinator: str
     count: int
     index: int
-    local_count: int | None
+    several_hosts: bool | None
     local_index: int | None
     by: str
     token: str = field(default="", repr=False)
-
-    @property
-    def several_hosts(self) -> bool:
-        """True if processes run on other hosts too, as far as the launcher states."""
-        return self.local_count is not None and self.local_count < self.count
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
     Example:
       >>> torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
       >>> launched(torchrun)
-      Launched(coordinator='n1:29500', count=2, index=1, local_count=None, local_index=None, \
+      Launched(coordinator='n1:29500', count=2, index=1, several_hosts=None, local_index=None, \
 by='torchrun')
     """
     for launcher in _LAUNCHERS:
@@ -114,16 +109,16 @@ by='torchrun')
         raise LaunchError(f"{launcher.index}={index} must be below {launcher.count}={count}")
     if count == 1:
         return None
-    local_index, local_count = None, None
+    local_index, several_hosts = None, None
     if launcher.local_index in environ:
         local_index = _number(environ, launcher, launcher.local_index)
     if launcher.local_count in environ:
-        local_count = _number(environ, launcher, launcher.local_count, 1)
+        several_hosts = _number(environ, launcher, launcher.local_count, 1) < count
     elif launcher.by == "srun":
-        local_count = _tasks_of_node(environ)
-    coordinator = _coordinator(environ, launcher, local_count == count)
+        several_hosts = bool(re.search(r"[,\[]", environ[_STEP]))
+    coordinator = _coordinator(environ, launcher, several_hosts is False)
     token = environ.get("ZEROJAX_TOKEN", "")
-    return Launched(coordinator, count, index, local_count, local_index, launcher.by, token)
+    return Launched(coordinator, count, index, several_hosts, local_index, launcher.by, token)
 
 
 def _check_single(environ: Mapping[str, str]) -> None:
@@ -217,17 +212,3 @@ def first_host(nodes: str) -> str:
     """
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0] if match else nodes)
-
-
-def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
-    """Returns the step's tasks on this node, from a list such as "2(x3),1" and the node's index."""
-    node = _parse_int(environ.get("SLURM_NODEID", "0"))
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
-        if node is None or not match:
-            return None
-        if node < (nodes := int(match[2] or 1)):
-            return int(match[1])
-        node -= nodes
-    return None

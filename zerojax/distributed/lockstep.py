@@ -1,4 +1,4 @@
-"""A check that all processes call zerojax in the same order; its error names the call."""
+"""A check that all processes make the same calls of zerojax, with equal forms and values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,55 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.distributed.coordinator import Coordinator, coordinator
 from zerojax.distributed.equality import SAME_ARGUMENTS, are_computed, descriptions
+from zerojax.distributed.exchange import gather
 from zerojax.distributed.failure import end_with
 from zerojax.distributed.launched import LaunchError
+from zerojax.distributed.roll_call import unequal
 from zerojax.xla import compat
 
 TICK = 2.0
 """Seconds between two comparisons."""
 
-_CALLS, _ALL_CALLS = "calls", "calls of an ended script"
+_CALLS, _FORMS, _PROBLEM = "calls", "the form of a call", "different calls"
 _PUBLISHED, _KEPT = 64, 4096  # calls
 _END = "the end of the program"
+_PATIENCE = 600.0  # s for a process that has not come to a call of another form
+_SAME_FORM = (
+    ": drop the last incomplete batch or fill it with rows of weight 0, pad the rows of all "
+    'processes to one length (padding="max_length" of a tokenizer), and use one dtype'
+)
+
+
+class _Call(NamedTuple):
+    """A call of zerojax.
+
+    Attributes:
+      checksum: Checksum of the names of all calls so far.
+      name: The call, in words.
+      form: JSON of a description of each array and constant by name; "" if it is not compared.
+      number: The number of the call among those of its function.
+    """
+
+    checksum: int
+    name: str
+    form: str
+    number: int
+
+
+@dataclass
+class CallsOfFunction:
+    """The number of calls of one function so far, and the form of the last as in ``_Call``."""
+
+    number: int = 0
+    form: str = ""
 
 
 class Lockstep:
@@ -34,8 +67,12 @@ class Lockstep:
 
     If one process evaluates, saves or steps by itself, it waits for the others forever, or its
     collectives pair up with those of another call. The check never waits: process 0 publishes
-    its last calls, and the others read them. A process that finds a difference ends with an error.
-    So it does where the values that a call passes beside the batch differ.
+    its last calls, and the others read them. A process that finds a difference ends, as all others
+    do, with an error. So it does where the forms or the values of a call differ.
+
+    Calls of other forms run other programs, whose collectives wait for each other forever, or pair
+    up and add unequal numbers. A process whose form changes therefore waits for the others before
+    it runs the call: either all forms change, or the check finds the difference.
 
     Args:
       this: The coordinator of this process.
@@ -47,22 +84,46 @@ class Lockstep:
         self._coordinator, self._me, self._silent = this, this.me, silent
         self._lock = threading.Lock()
         self._count, self._sum = 0, 0
-        self._calls: deque[tuple[int, str]] = deque(maxlen=_KEPT)  # checksum of all so far, name
+        self._calls: deque[_Call] = deque(maxlen=_KEPT)
+        self._agreed = 0  # the last call for whose form this process has waited
         self._unread: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=_KEPT)
         self._values: deque[tuple[int, dict[str, str]]] = deque(maxlen=_KEPT)
         self._published, self._has_ended = "", False
-        self._still: dict[int, tuple[tuple[int, str, int], float]] = {}  # positions, since when
+        self._still, self._since = (0, "", 0), math.inf  # positions, and since when
         this.every(self._look)
 
-    def note(self, call: str) -> None:
-        """Records a call that all processes must execute, before the call waits for any of them.
-
-        Args:
-          call: The call, in words.
-        """
+    def note(self, call: str, form: str = "", number: int = 0) -> None:
+        """Records a call, in words, that all processes must execute, before it waits for any."""
         with self._lock:
             self._count, self._sum = self._count + 1, zlib.crc32(call.encode(), self._sum)
-            self._calls.append((self._sum, call))
+            self._calls.append(_Call(self._sum, call, form, number))
+
+    def agree(self, calls: CallsOfFunction, name: str, form: Mapping[str, str]) -> None:
+        """Records a call; if its form has changed, compares the form before the call runs.
+
+        Args:
+          calls: The earlier calls of the function.
+          name: The call, in words.
+          form: A description of each array and constant of the call, by name.
+
+        Raises:
+          ValueError: Another process passes another form; the message has what differs.
+          ProcessesMissing: A process did not come to the call.
+        """
+        previous, calls.form = calls.form, json.dumps(form)
+        calls.number += 1
+        self.note(name, calls.form, calls.number)
+        if calls.form == previous:
+            return
+        this, call = self._coordinator, self._calls[-1]
+        texts = gather(this, _FORMS, self._count, call.form, _PATIENCE)
+        if self._agreed:  # whose texts all have read, as they are here
+            this.delete(_FORMS, self._agreed)
+        self._agreed = self._count
+        with self._lock:  # a process that catches the error may go on
+            self._calls[-1] = call._replace(form="")
+        if problem := _unequal_forms(call, dict(enumerate(texts))):
+            raise ValueError(problem)
 
     def note_values(self, values: Mapping[str, object]) -> None:
         """Records values of the last call by name, which must be equal in all processes.
@@ -73,22 +134,18 @@ class Lockstep:
             self._unread.append((self._count, values))
 
     def _look(self) -> float:
-        """Publishes this process's calls, and compares them with those of other processes.
-
-        Process 0 compares with the processes whose scripts have ended, the others with process 0.
-        """
+        """Publishes the calls of process 0, or compares this process's calls with them."""
         if self._coordinator.ended and not self._has_ended:
             self._has_ended = True
             self.note(_END)
+        for problem in self._coordinator.collect(_PROBLEM).values():
+            end_with(LaunchError(problem))
         self._read()
-        if self._me == 0 or self._has_ended:
-            text = self.snapshot()
-            if text != self._published:
-                self._coordinator.publish(_ALL_CALLS if self._me else _CALLS, text)
-                self._published = text
-        others = self._coordinator.collect(_CALLS if self._me else _ALL_CALLS)
-        for process, text in others.items():
-            self.compare(process, text)
+        if self._me == 0 and (text := self.snapshot()) != self._published:
+            self._coordinator.publish(_CALLS, text)
+            self._published = text
+        for text in self._coordinator.collect(_CALLS).values() if self._me else ():
+            self.compare(text)
         return TICK
 
     def _read(self) -> None:
@@ -104,53 +161,60 @@ class Lockstep:
             self._unread.popleft()
 
     def snapshot(self) -> str:
-        """Returns the number of calls, the last of them, the main thread's line, and the last
-        values, as JSON."""
+        """Returns the number of calls, the last of them, the forms that these name by index, the
+        main thread's line, and the last values, as JSON."""
         with self._lock:
-            last = [*self._calls][-_PUBLISHED:], _place(), [*self._values][-_PUBLISHED:]
-            return json.dumps([self._count, *last])
+            calls, values = [*self._calls][-_PUBLISHED:], [*self._values][-_PUBLISHED:]
+            count = self._count
+        forms = [*dict.fromkeys(call.form for call in calls)]
+        calls_by_form = [call._replace(form=str(forms.index(call.form))) for call in calls]
+        return json.dumps([count, calls_by_form, forms, _place(), values])
 
-    def compare(self, process: int, description: str) -> None:
-        """Ends this process if another process has executed other calls."""
-        count, other_calls, place, values = json.loads(description)
+    def compare(self, description: str) -> None:
+        """Ends all processes if this process has executed other calls than process 0."""
+        count, calls, forms, place, values = json.loads(description)
+        other_calls = [_Call(*call) for call in calls]
         with self._lock:
             own_calls, number = [*self._calls], self._count
         first = max(count - len(other_calls), number - len(own_calls))
         for n in range(first, min(count, number)):
             own, other = own_calls[n - number], other_calls[n - count]
-            if own[0] != other[0]:
-                end_with(
-                    LaunchError(
-                        f"the processes call different functions: call {n + 1} of zerojax is "
-                        f"{other[1]} in process {process}, at {place}, and {own[1]} in process "
-                        f"{self._me}, at {_place()}. Run the same steps, evaluations, saves and "
-                        "restores in every process; print and log in process 0 only"
-                    )
+            if own.checksum != other.checksum:
+                self._refuse(
+                    f"the processes call different functions: call {n + 1} of zerojax is "
+                    f"{other.name} in process 0, at {place}, and {own.name} in process "
+                    f"{self._me}, at {_place()}. Run the same steps, evaluations, saves and "
+                    "restores in every process; print and log in process 0 only"
                 )
+            form = forms[int(other.form)]
+            if own.form and form and own.form != form:
+                self._refuse(_unequal_forms(own, {0: form, self._me: own.form}))
         own_values = dict(self._values)
         for n, others in values:
             for name, value in own_values.get(n, {}).items():
                 if value != others.get(name):
-                    end_with(
-                        LaunchError(
-                            f"{name} is {value} in process {self._me} and {others.get(name)} "
-                            f"in process {process}, at call {n} of zerojax. {SAME_ARGUMENTS}"
-                        )
+                    self._refuse(
+                        f"{name} is {value} in process {self._me} and {others.get(name)} "
+                        f"in process 0, at call {n} of zerojax. {SAME_ARGUMENTS}"
                     )
-        self._report_waiting(process, count, place, number)
+        self._report_waiting(count, place, number)
 
-    def _report_waiting(self, process: int, count: int, place: str, number: int) -> None:
+    def _refuse(self, problem: str) -> NoReturn:
+        """Ends this process, and the others by what it publishes."""
+        self._coordinator.publish(_PROBLEM, problem)
+        end_with(LaunchError(problem))
+
+    def _report_waiting(self, count: int, place: str, number: int) -> None:
         """Prints once where two processes are that have been at different calls for long."""
         positions, now = (count, place, number), time.monotonic()
-        still, since = self._still.get(process, (None, now))
-        if still != positions:
-            self._still[process] = positions, now
+        if self._still != positions:
+            self._still, self._since = positions, now
         elif number > count and self._me > 1:
             return  # process 1 sees it too, and reports it
-        elif count != number and now - since > self._silent:
-            self._still[process] = positions, math.inf
+        elif count != number and now - self._since > self._silent:
+            self._since = math.inf
             print(
-                f"zerojax: process {process} has been at {place} for {self._silent:g} s, in or "
+                f"zerojax: process 0 has been at {place} for {self._silent:g} s, in or "
                 f"after call {count} of zerojax, and process {self._me} is at {_place()}, call "
                 f"{number}. If one reads an array that all devices hold, let all processes do "
                 "so",
@@ -167,6 +231,21 @@ def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
     if len({device.process_index for device in mesh.devices.flat}) < jax.process_count():
         return None
     return coordinator().only(Lockstep)
+
+
+def _unequal_forms(call: _Call, texts: Mapping[int, str]) -> str:
+    """Returns the error for forms that differ between these processes; "" for equal ones."""
+    differing = unequal({process: json.loads(text) for process, text in sorted(texts.items())})
+    if not differing:
+        return ""
+    (name, groups), *more = differing.items()
+    values = ", ".join(f"{value} in {who}" for value, who in groups.items())
+    remedy = _SAME_FORM if name.startswith("batch") else f". {SAME_ARGUMENTS}"
+    others = f", and {len(more)} more differ{'s' * (len(more) == 1)}" if more else ""
+    return (
+        f"{call.name.partition('(')[0]}: the processes pass different arguments at call "
+        f"{call.number}: {name} is {values}{others}. All processes run one program{remedy}."
+    )
 
 
 def _place() -> str:

@@ -17,16 +17,15 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig
-from zerojax.distributed.addresses import is_loopback, proxied
+from zerojax.distributed.addresses import is_loopback
 from zerojax.distributed.gpus import installed_gpus, local_devices, visible_gpus
-from zerojax.distributed.launched import Launched
 from zerojax.distributed.roll_call import Record, by_host, format_indices, unequal
 
 _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 """Config fields that a program may set only in process 0."""
 
 
-def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]) -> Record:
+def describe(config: ZeroConfig | None, environ: Mapping[str, str]) -> Record:
     """Returns this process's record, before JAX is used."""
     gpus = None if _is_on_cpu() else installed_gpus()
     if gpus is not None:
@@ -37,7 +36,6 @@ def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]
         "versions": {name: _version(name) for name in ("jax", "jaxlib", "zerojax")},
         "settings": {} if config is None else settings(config),
         "gpus": gpus and [gpu.uuid for gpu in gpus],
-        "proxy": proxied(me, environ),
         "gloo_on_loopback": _is_on_cpu() and is_loopback(socket.gethostname()),
     }
 
@@ -74,19 +72,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def differences(records: list[Record], coordinator: str) -> list[str]:
+def differences(records: list[Record]) -> list[str]:
     """Lists the problems that keep processes from being one job, before JAX is used."""
     versions = {record["index"]: record["versions"] for record in records}
     remedy = "install the same {} for all processes"
     # The records of other versions may have other keys.
     if problems := _unequal("the version of {}", versions, remedy):
         return problems
-    if by_proxy := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
-        problems.append(
-            f"{', '.join({*by_proxy.values()})} would send messages between "
-            f"{format_indices(by_proxy, 'process')} and process 0 through a proxy: add the "
-            f"host of {coordinator} to no_proxy, or unset the variable"
-        )
     hosts = by_host(records)
     if len(hosts) > 1 and (here := [each for each in records if each["gloo_on_loopback"]]):
         problems.append(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from zerojax.distributed.addresses import split
+from zerojax.distributed.addresses import split, wrong_loopback
 from zerojax.distributed.launched import Launched, LaunchError
 
 Record = dict[str, Any]
@@ -32,6 +32,8 @@ _RETURN = 30.0
 """Seconds that process 0 may take to listen again, once it has answered."""
 _GRACE = 10.0
 """Seconds that an answer may take."""
+_LOOPBACK = 20.0
+"""Seconds to look for process 0 of another host on this machine, which two hosts may share."""
 
 
 def call_roll(me: Launched, mine: Record, bind: str, seconds: float) -> list[Record]:
@@ -205,7 +207,8 @@ def _listen(me: Launched, bind: str) -> socket.socket:
 
 def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
     """Calls the roll in the other processes, which try until process 0 listens."""
-    deadline, reason, was_admitted = time.monotonic() + seconds, "", False
+    loopback, reason, was_admitted = wrong_loopback(me), "", False
+    deadline = time.monotonic() + (min(seconds, _LOOPBACK) if loopback else seconds)
     while True:
         reply = None
         try:
@@ -235,6 +238,8 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
             f"process 0 at {me.coordinator} ended before {me.count} processes arrived: see its "
             "output"
         )
+    if loopback:
+        raise LaunchError(f"process {me.index} of {me.count}: {loopback}")
     raise LaunchError(
         f"process {me.index} of {me.count} on {mine['host']} did not reach process 0 at "
         f"{me.coordinator} within {seconds:g} s: {reason}. Check that process 0 runs there "

@@ -24,8 +24,8 @@ class AgreedTurn:
     """
 
     def __init__(self, name: str) -> None:
-        self._coordinator = coordinator()
-        self._topic = self._coordinator.new_topic(name)
+        self._coordinator, self._name = coordinator(), name
+        self._round = self._coordinator.next_round(name)
         self._turns = 0
         self._chosen: int | None = None
         self._is_asked, self._is_choosing = False, False
@@ -55,14 +55,14 @@ class AgreedTurn:
             self._publish()
 
     def _publish(self) -> None:
-        self._coordinator.publish(self._topic, str(self._turns))
+        self._coordinator.publish(self._name, str(self._turns), self._round)
 
     def _look(self) -> float:
         """Publishes the number of turns once any process has, and chooses once all have."""
         this = self._coordinator
         if self._chosen is not None:
             return this.tick
-        turns = this.collect(self._topic)
+        turns = this.collect(self._name, self._round)
         if not (turns or self._is_asked):
             return this.tick
         with self._choice:

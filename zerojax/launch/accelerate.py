@@ -1,4 +1,4 @@
-"""Accelerate's YAML: the settings that a launch uses, and those without effect."""
+"""Accelerate's YAML: the settings that a launch uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.config import ConfigError
-from zerojax.config.accelerate import KEYS, read_checked
+from zerojax.config.accelerate import read_checked
 from zerojax.launch.error import UsageError
 
 _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
@@ -23,7 +23,6 @@ class AccelerateOptions(NamedTuple):
       coordinator: HOST:PORT; None if the file names one machine or a hostfile.
       hostfile: Path of DeepSpeed's hostfile; None for one machine, or if the file names none.
       environ: Environment variables, for those that are not set.
-      ignored: Messages that name the settings without effect.
     """
 
     nproc_per_node: str | None
@@ -32,7 +31,6 @@ class AccelerateOptions(NamedTuple):
     coordinator: str | None
     hostfile: Path | None
     environ: dict[str, str]
-    ignored: list[str]
 
 
 def read(path: Path) -> AccelerateOptions:
@@ -55,12 +53,10 @@ def read(path: Path) -> AccelerateOptions:
         problems = [f"distributed_type {kind} is none of {', '.join(_TYPES)}: use --nproc-per-node"]
     if problems:
         raise UsageError(f"{where}: {'; '.join(problems)}")
-    return _machines(where, values, kind, _ignored(path, values))
+    return _machines(where, values, kind)
 
 
-def _machines(
-    where: str, values: dict[str, Any], kind: str, ignored: list[str]
-) -> AccelerateOptions:
+def _machines(where: str, values: dict[str, Any], kind: str) -> AccelerateOptions:
     nodes = values.get("num_machines", 1)
     count = 1 if kind == "NO" else values.get("num_processes", -1)
     if count == -1:  # Accelerate's value for "not set"
@@ -77,30 +73,10 @@ def _machines(
     hostfile = values.get("deepspeed_config.deepspeed_hostfile")
     if nodes == 1 or hostfile:
         file_of_hosts = Path(hostfile) if nodes > 1 and hostfile else None
-        return AccelerateOptions(per_node, None, None, None, file_of_hosts, environ, ignored)
+        return AccelerateOptions(per_node, None, None, None, file_of_hosts, environ)
     address, given = values.get("main_process_ip"), {"num_processes": per_node}
     if missing := [name for name, x in {"main_process_ip": address, **given}.items() if not x]:
         raise UsageError(f"{where}: num_machines {nodes} needs {' and '.join(missing)}")
     port = values.get("main_process_port", _PORT)
     rank = values.get("machine_rank", 0)
-    return AccelerateOptions(per_node, nodes, rank, f"{address}:{port}", None, environ, ignored)
-
-
-def _ignored(path: Path, values: dict[str, object]) -> list[str]:
-    """Lists settings that a launch does not use: of the training, and those without effect."""
-    training: dict[str, None] = {}
-    unused: dict[str, None] = {}
-    for key, value in values.items():
-        row, (name, _, inner) = KEYS[key], key.partition(".")
-        if row.treatment == "left to launch" or value == row.default:
-            continue
-        if row.treatment == "no effect" and not inner:
-            unused[name] = None
-        elif name not in ("compute_environment", "distributed_type"):
-            training[name] = None
-    lines = []
-    if training:
-        lines.append(f"{', '.join(training)}: no effect here; for zerojax.zero({str(path)!r})")
-    if unused:
-        lines.append(f"{', '.join(unused)}: no effect")
-    return lines
+    return AccelerateOptions(per_node, nodes, rank, f"{address}:{port}", None, environ)

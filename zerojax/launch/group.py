@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 from zerojax.launch import descent
 from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.failure import Outcome
-from zerojax.launch.relay import Relay, Source
+from zerojax.launch.relay import Source, Terminal
 
 PREEMPTED = 75
 STALLED = 76
@@ -99,7 +99,8 @@ class Group:
         self._asked: signal.Signals | None = None
         self._kill_at: float | None = None
         self._late: list[str] = []
-        self._relay = Relay()
+        self._terminal = Terminal()
+        self._sources: list[Source] = []
         self._stderr: dict[int, Source] = {}
 
     def run(self) -> Outcome:
@@ -107,7 +108,8 @@ class Group:
         with contextlib.ExitStack() as stack:
             try:
                 self._start_all(stack)
-                self._relay.start()
+                for source in self._sources:  # a thread before would be forked with its locks
+                    source.start()
                 while self._running:
                     self._wait()
             finally:
@@ -121,7 +123,6 @@ class Group:
             try:
                 self._start(process, stack)
             except OSError as error:
-                self._relay.close()
                 is_file_limit = error.errno in (errno.EMFILE, errno.ENFILE)
                 raise UsageError(
                     f"{process.name} of {len(self._processes)} cannot be started: "
@@ -142,7 +143,8 @@ class Group:
                 os.sched_setaffinity(0, process.cpus)
 
         prefix = process.prefix.encode()
-        stderr = Source(prefix, 2, log, [] if process.number is None else None)
+        stdout = Source(self._terminal, prefix, 1, log)
+        stderr = Source(self._terminal, prefix, 2, log, [] if process.number is None else None)
         child = subprocess.Popen(
             process.command,
             bufsize=0,
@@ -153,8 +155,8 @@ class Group:
             start_new_session=True,
             preexec_fn=prepare_child,
         )
-        self._relay.read(child.stdout, Source(prefix, 1, log))
-        self._relay.read(child.stderr, stderr)
+        stdout.pipe, stderr.pipe = child.stdout, child.stderr
+        self._sources += [stdout, stderr]
         child.returncode = 0  # `descent.reap` waits for all
         self._running[child.pid], self._stderr[child.pid] = process, stderr
 
@@ -183,14 +185,16 @@ class Group:
 
     def _pass_on_the_rest(self) -> None:
         """Waits until the output is written, however slow its reader, unless asked to end."""
-        self._relay.finish()
+        self._terminal.is_finishing = True
         signals = {*descent.STOP, signal.SIGINT, descent.PARENT_DIED}
-        while self._relay.is_alive() and self._asked != descent.PARENT_DIED:
-            if signal.sigpending() & signals:
+        while reading := [source for source in self._sources if source.is_alive()]:
+            if signal.sigpending() & signals or self._asked == descent.PARENT_DIED:
                 break
-            self._relay.join(0.2)
-        self._relay.hurry(_READER_SECONDS)
-        self._relay.join()
+            reading[0].join(0.2)
+        self._terminal.hurry(_READER_SECONDS)
+        for source in self._sources:
+            source.join()
+        self._terminal.end_line()
 
     def _take(self, got: signal.Signals) -> None:
         """Handles a signal."""

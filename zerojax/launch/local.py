@@ -121,8 +121,8 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
     def attempt() -> Outcome:
         # The launcher that starts several machines creates one folder for each attempt.
         logs = job.log_dir and job.log_dir.absolute()
-        if logs is not None and len(node.counts) == 1:
-            logs = new_attempt(logs)
+        if logs is not None:
+            logs = new_attempt(logs, is_numbered=len(node.counts) == 1)
         run_dir = Path(tempfile.mkdtemp(prefix="zerojax-launch-"))
         local_node = node._replace(coordinator=node.coordinator or f"127.0.0.1:{free_port()}")
         try:
@@ -143,21 +143,21 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
     return attempts(attempt, job.max_restarts)
 
 
-def new_attempt(folder: Path) -> Path:
-    """Creates a folder ``attempt-N`` that no launch has used.
+def new_attempt(folder: Path, *, is_numbered: bool = True) -> Path:
+    """Creates a folder ``attempt-N`` that no launch has used, or the folder itself.
 
     Raises:
       UsageError: The folder cannot be created.
     """
-    number = 1
-    while True:
-        try:
-            (attempt := folder / f"attempt-{number}").mkdir(parents=True)
-            return attempt
-        except FileExistsError:
+    attempt, number = folder, 0
+    try:
+        while is_numbered and (number == 0 or attempt.exists()):
             number += 1
-        except OSError as error:
-            raise UsageError(f"--log-dir {folder}: {in_a_line(error)}; name another") from None
+            attempt = folder / f"attempt-{number}"
+        attempt.mkdir(parents=True, exist_ok=not is_numbered)
+    except OSError as error:
+        raise UsageError(f"--log-dir {folder}: {in_a_line(error)}; name another") from None
+    return attempt
 
 
 def _keep(files: list[Path], folder: Path) -> None:

@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from zerojax.devices.mesh import relabel_arrays
-from zerojax.distributed.call_agreement import CallAgreement
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
-from zerojax.distributed.lockstep import Lockstep, lockstep
+from zerojax.distributed.lockstep import CallsOfFunction, Lockstep, lockstep
 from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
@@ -48,7 +47,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         self._programs: dict[Hashable, Any] = {}
         self._compared: set[object] = set()
         self._in_flight: deque[PyTree] = deque()
-        self._forms = CallAgreement(arguments.name)
+        self._calls = CallsOfFunction()
 
     def summary(self) -> Summary:
         """Returns the arguments, the place of the definition, the stage and the devices."""
@@ -127,12 +126,11 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
           call: The call.
           state: The origin of the state, in words that are equal in all processes.
         """
-        if self._is_alone:
+        if not self._lockstep:
             return
-        if self._lockstep:
-            self._lockstep.note(f"{self._arguments.name}({state})")
         static = {name: _form(x) for name, x in _named(call).items() if isinstance(x, Constant)}
-        self._forms.agree(call.known.described | static)
+        form = call.known.described | static
+        self._lockstep.agree(self._calls, f"{self._arguments.name}({state})", form)
 
     def _compare(
         self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]

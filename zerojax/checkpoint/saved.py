@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -137,8 +137,8 @@ class SavedArrays:
         is_uncompressed = (
             self._driver == "zarr" and not store.spec().to_json()["metadata"]["compressor"]
         )
-        chunk = None if is_uncompressed else store.chunk_layout.read_chunk.shape
-        sizes = _block(store.shape, chunk, store.dtype.numpy_dtype, most)
+        chunk = () if is_uncompressed else store.chunk_layout.read_chunk.shape
+        sizes = block_shape(store.shape, store.dtype.numpy_dtype.itemsize, most, chunk)
         upcoming = None
         for box in grid(store.shape, sizes):
             current, upcoming = upcoming, (tuple(s.start for s in box), store[box].read())
@@ -350,12 +350,19 @@ def contents(folder: epath.Path) -> str:
     return f"it holds {', '.join(names[:5])}{more}"
 
 
-def _block(
-    shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtype, most: int
+def block_shape(
+    shape: Sequence[int], itemsize: int, most: int, chunk: Sequence[int] = ()
 ) -> list[int]:
-    """Returns the shape of a block to read: complete chunks, if ``chunk`` is not None."""
-    sizes = [max(1, min(n, c or 1)) for n, c in zip(shape, chunk or (1,) * len(shape), strict=True)]
+    """Returns the shape of a block of at most ``most`` bytes that is contiguous in an array.
+
+    Args:
+      shape: The shape of the array.
+      itemsize: The bytes of an element.
+      most: The maximum bytes of the block; a chunk may be larger.
+      chunk: The shape of chunks of which the block must consist; empty for elements.
+    """
+    sizes = [max(1, min(n, c)) for n, c in zip(shape, chunk or (1,) * len(shape), strict=True)]
     for d in reversed(range(len(shape))):
-        room = most // (math.prod(sizes) * dtype.itemsize)
+        room = most // (math.prod(sizes) * itemsize)
         sizes[d] = max(1, min(shape[d], sizes[d] * max(1, room)))
     return sizes

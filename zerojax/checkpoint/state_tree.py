@@ -113,3 +113,18 @@ def strings(keys: Iterable[object]) -> Path:
 def is_key(x: Shaped) -> bool:
     """Returns whether an array, abstract or not, holds PRNG keys."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def data_of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the form in which an array is on disk, which for PRNG keys is that of their data."""
+    if not is_key(x):
+        return x
+    data = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+
+
+def key_impl(x: jax.ShapeDtypeStruct) -> str:
+    """Returns the name of the implementation of abstract PRNG keys."""
+    names: list[str] = []
+    jax.eval_shape(lambda keys: names.append(str(jax.random.key_impl(keys))), x)
+    return names[0]

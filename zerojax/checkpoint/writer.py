@@ -120,8 +120,9 @@ class Writer:
         name = f"{self._name}: the end of a save"
 
         def await_writes() -> str:
+            shares = pending.shares()
             wait_for(writing)
-            return json.dumps(self._piecewise.shares)
+            return json.dumps(self._piecewise.shares | shares)
 
         try:
             sums = sum_shares(gather_strings(name, await_writes, LONGEST))
@@ -131,10 +132,10 @@ class Writer:
                 call_on_first(name, lambda: self._discard(pending), 30.0)
             raise
 
-    def _commit(self, pending: PendingSave, on_disk: Mapping[str, int]) -> None:
+    def _commit(self, pending: PendingSave, sums: Mapping[str, int]) -> None:
         folder = steps_folder.under_way(self._directory, pending.step)
         self._handler.finalize(folder / saved.STATE)
-        pending.finish(folder, on_disk)
+        pending.finish(folder, sums)
         steps_folder.complete(folder, pending.step)
         folders = steps_folder.folders(self._directory)
         if pending.step not in folders:

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from zerojax.distributed import log
-from zerojax.plan import layout
 from zerojax.plan.stored import unwrap_stored, user_leaf
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
 from zerojax.weights.reader import FileTensor, open_tensors
-from zerojax.weights.shards import clipped, from_shards, zeros
+from zerojax.weights.shards import clipped, from_shards, padded_shape, zeros
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
 from zerojax.xla.types import PyTree, Shaped
@@ -218,11 +217,11 @@ def placed(leaf: Shaped, read: Callable[[Bounds], np.ndarray]) -> object:
       leaf: The array's shape and sharding.
       read: Returns the elements within bounds, zeros where they are padding.
     """
-    shape, sharding = tuple(leaf.shape), getattr(unwrap_stored(leaf), "sharding", None)
+    sharding = getattr(unwrap_stored(leaf), "sharding", None)
     assert sharding is None or isinstance(sharding, Sharding)
-    padded_shape = shape
-    if isinstance(sharding, NamedSharding):
-        padded_shape = layout.padded_shape(
-            shape, layout.full(sharding.spec, len(shape)), sharding.mesh
-        )
-    return user_leaf(from_shards(padded_shape, sharding, read), shape)
+    at_rest = from_shards(
+        padded_shape(leaf.shape, sharding),
+        sharding,
+        lambda shard: read(tuple((s.start, s.stop) for s in shard.box)),
+    )
+    return user_leaf(at_rest, leaf.shape)

@@ -15,7 +15,7 @@ from zerojax.plan.stored import unwrap_stored, user_leaf
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
 from zerojax.weights.reader import FileTensor, open_tensors
-from zerojax.weights.shards import clipped, from_shards, padded_shape, zeros
+from zerojax.weights.shards import from_shards, padded_shape, zeros
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
 from zerojax.xla.types import PyTree, Shaped
@@ -197,14 +197,12 @@ def _array(
     leaf: Shaped, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, FileTensor]
 ) -> object:
     """Builds a parameter; reads each distinct shard for the devices that store it."""
-    shape = tuple(leaf.shape)
 
     def read(bounds: Bounds) -> np.ndarray:
-        inside = clipped(bounds, shape)
         shard = zeros(tuple(b - a for a, b in bounds), dtype)
         for part in links:
-            for box in part.boxes(inside):
-                sources[part.tensor].read(box.view(shard, bounds), box.offset, box.strides)
+            if block := part.block(shard, bounds):
+                sources[part.tensor].read(*block)
         return shard
 
     return placed(leaf, read)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.api import Zero
@@ -31,9 +32,9 @@ from zerojax.placement.states import abstract, split_state
 from zerojax.plan.places import DISK, disk_sections
 from zerojax.plan.state_sharding import Leaf
 from zerojax.plan.stored import StoredArray, pad, unwrap_stored, user_leaf
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.nnx import ordered
 from zerojax.weights.shards import from_shards, padded_shape
-from zerojax.xla.types import PyTree, Shaped
+from zerojax.xla.types import PyTree
 
 _MAX_BYTES_IN_FLIGHT = 2**29
 """Limit on data that is read but not yet on the devices, unless two shards exceed it."""
@@ -45,12 +46,12 @@ class _Wanted(NamedTuple):
 
     Attributes:
       leaves: Shapes, dtypes and shardings by path in the checkpoint.
-      close: Builds the caller's object from the arrays, in the order of ``leaves``.
+      close: Builds the caller's object from the arrays by path.
       on_disk: The planned leaves of the arrays that belong on a disk, by path.
     """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
-    close: Callable[[Sequence[object]], PyTree]
+    close: Callable[[Mapping[Path, object]], PyTree]
     on_disk: Mapping[Path, Leaf]
 
 
@@ -84,7 +85,10 @@ def restore(folder: epath.Path, abstract_state: PyTree, zero: Zero, name: str) -
     restored |= _to_disk(local, zero, name)
     if len(restored) < len(local.wanted.leaves):
         restored |= _fresh(restored, local, zero)
-    return local.wanted.close([restored[path] for path in local.wanted.leaves])
+    state = local.wanted.close(restored)
+    if local.form == "pytree" and local.numbers is not None:
+        zero.states.owned.add(state)
+    return state
 
 
 class _LocalArrays(NamedTuple):
@@ -119,7 +123,8 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
         only_params |= {("params", *path) for path in state_tree.below((), abstract_state)} <= {
             *present
         }
-        wanted = (_only_params if only_params else _any_pytree)(abstract_state, present, zero)
+    if only_params:
+        wanted = _only_params(abstract_state, present, zero)
     else:
         wanted = _full_state(abstract_state, form, zero)
     numbers = None if only_params else state_tree.numbers_of(abstract_state, form)
@@ -133,54 +138,6 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
     return _LocalArrays(saved, form, numbers, wanted, on_disk, arrays, shares)
 
 
-def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
-    objects = state if form == "nnx" else (state,)
-    opened: OpenedState = split_state(objects)
-    if not isinstance(opened.tx, ZeroTransformation):
-        opened = zero.states.open(objects)
-    leaves, tree = jax.tree.flatten(opened.parts)
-    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
-        leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
-    paths = state_tree.paths_of(opened.parts, form)
-
-    def close(arrays: Sequence[object]) -> PyTree:
-        closed = opened.close(jax.tree.unflatten(tree, arrays))
-        return closed if form == "nnx" else closed[0]
-
-    return _Wanted(
-        {
-            path: _struct(x, unwrap_stored(x).sharding)
-            for path, x in zip(paths, leaves, strict=True)
-        },
-        close,
-        _on_disk(paths, opened, zero) if disk_sections(zero.config) else {},
-    )
-
-
-def _on_disk(
-    paths: list[Path],
-    opened: OpenedState,
-    zero: Zero,
-    in_order: Callable[[Parts], object] = lambda parts: parts,
-) -> dict[Path, Leaf]:
-    """Returns the planned leaves, by path, of the arrays that the config places on a disk.
-
-    Args:
-      paths: The paths of all arrays.
-      opened: The state.
-      zero: The source of the plan.
-      in_order: Turns ``Parts`` into a tree whose leaves are in the order of ``paths``.
-
-    Raises:
-      DiskError: the disk has too little room, or cannot be used.
-    """
-    plan = zero.states.plan(opened)
-    zero.states.placer.reserve(plan)
-    leaves = jax.tree.unflatten(jax.tree.structure(opened.parts), plan.all_leaves())
-    planned = zip(paths, jax.tree.leaves(in_order(leaves)), strict=True)
-    return {path: leaf for path, leaf in planned if leaf.place == DISK}
-
-
 def _check_arrays(params: PyTree) -> None:
     if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
@@ -188,59 +145,85 @@ def _check_arrays(params: PyTree) -> None:
         )
 
 
-def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
-    """Targets all arrays of a pytree; uses the plan's shardings unless every array has its own."""
-    opened = split_state((state,))
-    given = jax.tree.leaves(opened.parts.rest)
-    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in given):
-        planned = zero.states.open((state,))
-        shapes = abstract(planned.parts, zero.states.plan(planned))
-        opened = split_state(planned.close(shapes))
-    (arrays,) = opened.parts.rest.values()
-    leaves, tree = jax.tree.flatten(opened.parts.rest)
-    structs = [_struct(x, unwrap_stored(x).sharding) for x in leaves]
-    paths = state_tree.below((), arrays)
+def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
+    """Targets all arrays of a state; uses the plan's shardings unless every array has its own.
 
-    def close(arrays: Sequence[object]) -> PyTree:
-        remaining = iter(arrays)  # arrays without elements are not saved
-        all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
-        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))
-        zero.states.owned.add(parts.rest)
-        (closed,) = opened.close(parts)
-        return closed
+    Raises:
+      DiskError: the disk that the config names has too little room, or cannot be used.
+    """
+    objects = state if form == "nnx" else (state,)
+    planned: dict[int, Leaf] = {}
+    is_wrapped = form == "pytree" or isinstance(split_state(objects).tx, ZeroTransformation)
+    is_placed = all(
+        isinstance(getattr(x, "sharding", None), NamedSharding)
+        for x in jax.tree.leaves(state_tree.tree_of(state))
+    )
+    has_disk = bool(disk_sections(zero.config))
+    if has_disk or not (is_wrapped and is_placed):
+        opened = zero.states.open(objects)
+        plan = zero.states.plan(opened)
+        shapes = abstract(opened.parts, plan)
+        if has_disk:
+            zero.states.placer.reserve(plan)
+            leaves = zip(jax.tree.leaves(shapes), plan.all_leaves(), strict=True)
+            planned = {id(x): leaf for x, leaf in leaves if leaf.place == DISK}
+        objects = opened.close(shapes)
+    if form != "nnx":
+        return _target(objects[0], planned=planned)
+    order = ordered(objects)
+    graph, tree = nnx.split(tuple(objects[i] for i in order))
 
-    wanted = {path: x for path, x in zip(paths, structs, strict=True) if x.size}
-    on_disk = {}
-    if disk_sections(zero.config):
-        planned = zero.states.open((state,))
+    def merged(tree: PyTree) -> PyTree:
+        nodes = nnx.merge(graph, tree)
+        by_position = dict(zip(order, nodes, strict=True))
+        return tuple(by_position[i] for i in range(len(order)))
 
-        def in_order(parts: Parts) -> object:
-            return opened.kind.split(*planned.close(parts)).rest
-
-        on_disk = _on_disk(paths, planned, zero, in_order)
-    return _Wanted(wanted, close, on_disk)
+    return _target(tree, merged, planned=planned)
 
 
-def _only_params(params: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+def _target(
+    tree: PyTree,
+    close: Callable[[PyTree], PyTree] = lambda tree: tree,
+    *,
+    prefix: Path = (),
+    sharding: NamedSharding | None = None,
+    planned: Mapping[int, Leaf] | None = None,
+) -> _Wanted:
+    """Targets all arrays of a tree.
+
+    Args:
+      tree: The arrays, abstract or not.
+      close: Builds the caller's object from this tree of restored arrays.
+      prefix: The path of the tree in the checkpoint.
+      sharding: The sharding of arrays that have none.
+      planned: The planned leaf of each array that belongs on a disk, by the array's ``id``.
+    """
+    keyed, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [state_tree.unboxed((*prefix, *state_tree.strings(keys))) for keys, _ in keyed]
+    leaves = dict(zip(paths, (x for _, x in keyed), strict=True))
+
+    def rebuild(restored: Mapping[Path, object]) -> PyTree:
+        # A leaf that is no array, such as a module's function, is the caller's.
+        return close(jax.tree.unflatten(structure, [restored.get(p, leaves[p]) for p in paths]))
+
+    structs = {
+        path: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=getattr(unwrap_stored(x), "sharding", None) or sharding
+        )
+        for path, x in leaves.items()
+        if hasattr(x, "shape")
+    }
+    on_disk = {path: planned[id(x)] for path, x in leaves.items() if planned and id(x) in planned}
+    return _Wanted(structs, rebuild, on_disk)
+
+
+def _only_params(params: PyTree, present: Mapping[Path, SavedArray], zero: Zero) -> _Wanted:
     is_nnx = all(path[0].isdecimal() for path in present)
     prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in present):
         prefix = ()  # only parameters were saved
-    leaves, tree = jax.tree.flatten(params)
     replicated = NamedSharding(zero.mesh, PartitionSpec())
-    paths = state_tree.below(prefix, params)
-    return _Wanted(
-        {
-            path: _struct(x, getattr(unwrap_stored(x), "sharding", None) or replicated)
-            for path, x in zip(paths, leaves, strict=True)
-        },
-        lambda arrays: jax.tree.unflatten(tree, arrays),
-        {},
-    )
-
-
-def _struct(x: Shaped, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return _target(params, prefix=prefix, sharding=replicated)
 
 
 def _read(

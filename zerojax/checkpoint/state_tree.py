@@ -15,9 +15,8 @@ from flax import nnx
 
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.train_state.linen import is_train_state
-from zerojax.train_state.nnx import MODEL, has_one_optimizer, ordered
+from zerojax.train_state.nnx import has_one_optimizer, ordered
 from zerojax.train_state.pytree import is_array
-from zerojax.train_state.state_parts import Parts
 from zerojax.xla.types import PyTree, Shaped
 
 Path = tuple[str, ...]
@@ -68,25 +67,6 @@ def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
     return {
         ".".join(strings(keys)): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def paths_of(parts: Parts, form: Form) -> list[Path]:
-    """Returns the path on disk of each array of an opened state, in the order of its leaves."""
-    prefixes: dict[str, Path] = {name: (name,) for name in parts.rest}
-    if form == "nnx":
-        prefixes[MODEL] = PARAMS[form]
-    opt_state: ZeroOptState = parts.opt_state
-    return [
-        *below(PARAMS[form], parts.params),
-        *below(OPTIMIZER[form], opt_state.inner),
-        *below(NUMBERS[form], opt_state.with_inner(None)),
-        *below(STEP[form], parts.step),
-        *(
-            path
-            for name, value in sorted(parts.rest.items())
-            for path in below(prefixes[name], value)
-        ),
-    ]
 
 
 def below(prefix: Path, tree: PyTree) -> list[Path]:

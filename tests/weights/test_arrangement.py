@@ -89,7 +89,7 @@ def test_what_is_no_arrangement(text: str, message: str) -> None:
     ("case", "message"),
     [
         (("o i -> i (part o)", "{part}", {}, (6, 13), QKV), r"3 does not fit 13 of \[6, 13\]"),
-        (("o i -> i (part o)", "{part}", {}, (6, 13), GROUPED), r"yields \[6, 14\], the param"),
+        (("o i -> i (part o)", "{part}", {}, (6, 13), GROUPED), r"o = 14 does not fit 13 of \[6"),
         (("(part o) i -> i o", "w", {"part": "x"}, (5, 2), GROUPED), "no value 'x' of part"),
         (("e o -> o", "w", {"e": "3"}, (5,), {}), "no value '3' of e"),
         (("o -> (e o)", "{e}", {}, (6,), {}), "the length of e is unknown: pass its values"),

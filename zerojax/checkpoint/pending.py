@@ -116,16 +116,17 @@ class PendingSave:
         self.extra_by_process = len({*extras}) > 1
         return len({*arrays}) == 1
 
-    def release(self) -> None:
-        """Drops the references to the arrays, which are copied by now."""
-        self.tree = None
-
     def write_extra(self, folder: epath.Path) -> None:
         """Writes this process's ``extra`` if the processes passed different ones."""
         if self.extra_by_process:
             file = records.extra_file(folder, jax.process_index())
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(self._record.extra))
+
+    @property
+    def has_disk_arrays(self) -> bool:
+        """True if the state keeps arrays on a disk."""
+        return any(isinstance(x, DiskArray) for x in jax.tree.leaves(unwrap_stored(self.tree)))
 
     def begin_checksums(self) -> None:
         """Starts the checksums of arrays in memory; all processes call this together."""

@@ -48,7 +48,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
     built-in handler reads them.
 
     ``serialize`` copies arrays that are in memory. The next training step overwrites arrays on a
-    disk, so call :meth:`wait` before that step.
+    disk, so wait for the write before that step.
 
     Attributes:
       shares: This process's shares of the checksums of the disk arrays in the last write, by
@@ -57,7 +57,6 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
 
     def __init__(self) -> None:
         self.shares: dict[str, int] = {}
-        self._writing: ocp.future.Future | None = None
 
     def typestr(self) -> str:
         return "np.ndarray"
@@ -70,18 +69,8 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
     ) -> Sequence[ocp.future.Future]:
         arrays = [_Array.of(value) for value in values]
         # Orbax creates its folder first.
-        writing = ocp.future.CommitFutureAwaitingContractedSignals(
-            self._write(arrays, infos), name="piecewise"
-        )
-        if any(array.on_disk for array in arrays):
-            self._writing = writing
-        return [writing]
-
-    def wait(self) -> None:
-        """Waits until the arrays on a disk are written; raises the error of a failed write."""
-        writing, self._writing = self._writing, None
-        if writing:
-            writing.result()
+        write = self._write(arrays, infos)
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write, name="piecewise")]
 
     async def _write(
         self, arrays: Sequence[_Array], infos: Sequence[ocp.type_handlers.ParamInfo]

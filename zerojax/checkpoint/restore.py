@@ -33,6 +33,7 @@ from zerojax.plan.places import DISK, disk_sections
 from zerojax.plan.state_sharding import Leaf
 from zerojax.plan.stored import StoredArray, pad, unwrap_stored, user_leaf
 from zerojax.train_state.nnx import ordered
+from zerojax.weights.cast import narrowed
 from zerojax.weights.shards import from_shards, padded_shape
 from zerojax.xla.types import PyTree
 
@@ -300,14 +301,7 @@ class _Reader:
 
     def _cast(self, values: np.ndarray) -> np.ndarray:
         leaf, dtype = self._leaf, self._dtype
-        with np.errstate(over="ignore"):
-            cast = values.astype(dtype)
-        if jnp.issubdtype(values.dtype, jnp.integer):
-            overflows = (cast.astype(values.dtype) != values) | ((cast < 0) != (values < 0))
-        elif jnp.finfo(dtype).max < jnp.finfo(values.dtype).max / 2:  # bfloat16 has float32's range
-            overflows = np.isinf(cast) & ~np.isinf(values)
-        else:
-            return cast
+        cast, overflows = narrowed(values, dtype)
         if overflows.any():
             x64 = ", with jax_enable_x64" if leaf.dtype.itemsize == 8 else ""
             raise CheckpointError(

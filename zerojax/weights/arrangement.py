@@ -86,8 +86,9 @@ class Link(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """The dimensions of a tensor and of a parameter, each a tuple of named axes."""
+    """The dimensions of a tensor and of a parameter, each a tuple of named axes, and their text."""
 
+    text: str
     tensor: tuple[tuple[str, ...], ...]
     parameter: tuple[tuple[str, ...], ...]
 
@@ -104,7 +105,7 @@ class Arrangement(NamedTuple):
         tensor, parameter = (_dimensions(side, text) for side in sides)
         if ((_ELLIPSIS,) in tensor) != ((_ELLIPSIS,) in parameter):
             raise ValueError(f'"{text}" has ... on one side: write it on both')
-        return cls(tensor, parameter)
+        return cls(text, tensor, parameter)
 
     def links(
         self, name: str, given: Mapping[str, str], shape: Sequence[int], parts: Parts
@@ -133,13 +134,7 @@ class Arrangement(NamedTuple):
             position = side.index((_ELLIPSIS,))
             return (*side[:position], *ellipsis_axes, *side[position + 1 :])
 
-        return Arrangement(expand(self.tensor), expand(self.parameter))
-
-    def __str__(self) -> str:
-        def side(dimensions: tuple[tuple[str, ...], ...]) -> str:
-            return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dimensions)
-
-        return f"{side(self.tensor)} -> {side(self.parameter)}"
+        return Arrangement(self.text, expand(self.tensor), expand(self.parameter))
 
 
 def _dimensions(side: str, text: str) -> tuple[tuple[str, ...], ...]:
@@ -173,8 +168,8 @@ class _Links:
         shape: tuple[int, ...],
         parts: Parts,
     ) -> None:
-        self.text, self.name, self.shape, self.given = str(arrangement), name, shape, given
-        self.tensor, self.parameter = arrangement
+        self.name, self.shape, self.given = name, shape, given
+        self.text, self.tensor, self.parameter = arrangement
         self.parts = parts
         if len(self.parameter) != len(shape):
             raise self._error(
@@ -228,18 +223,17 @@ class _Links:
         start, shape = [], []
         for axes, n in zip(self.parameter, self.shape, strict=True):
             begin, length = 0, n
-            for axis in axes:
-                if axis in at:
-                    first, length = self._section(axis, at[axis], counts[axis], length)
-                    begin += first
+            for axis in filter(at.__contains__, axes):
+                lengths = self._lengths(axis, counts[axis], length // counts[axis])
+                if sum(lengths) != length:
+                    raise self._unfit(axes, counts, n)
+                begin += sum(lengths[: at[axis]])
+                length = lengths[at[axis]]
             if length != 1 and {*axes} <= at.keys():
-                product = math.prod(counts[axis] for axis in axes)
-                raise self._misfit(
-                    f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}"
-                )
+                raise self._unfit(axes, counts, n)
             start.append(begin)
             shape.append(length)
-        lasts = (axes[-1] if axes else "" for axes in self.parameter)
+        lasts = ["".join(axes[-1:]) for axes in self.parameter]
         sizes = {axis: n for axis, n in zip(lasts, shape, strict=True) if axis not in at}
         tensor_shape, offset, strides = self._laid(sizes)
         values = {axis: self._value(axis, i) for axis, i in at.items()}
@@ -249,23 +243,17 @@ class _Links:
             offset,
             tuple(start),
             tuple(shape),
-            tuple(
-                strides[axes[-1]] if axes and axes[-1] in sizes else 0 for axes in self.parameter
-            ),
+            tuple(strides.get(axis, 0) for axis in lasts),
         )
 
-    def _section(self, axis: str, index: int, count: int, n: int) -> tuple[int, int]:
-        """Returns the first element and the length of a value of an axis that leads ``n``."""
+    def _lengths(self, axis: str, count: int, each: int) -> list[int]:
+        """Returns the length of each value of an axis: those in ``parts``, or ``each``."""
         values = self.parts.get(axis)
-        if isinstance(values, Mapping):
-            lengths = [*values.values()]
-            if sum(lengths) != n:
-                yielded = [sum(lengths) if x == n else x for x in self.shape]
-                raise self._misfit(f"yields {yielded}, the parameter is {[*self.shape]}")
-            return sum(lengths[:index]), lengths[index]
-        if n % count:
-            raise self._misfit(f"{axis} = {count} does not fit {n} of {[*self.shape]}")
-        return index * (n // count), n // count
+        return [*values.values()] if isinstance(values, Mapping) else [each] * count
+
+    def _unfit(self, axes: Sequence[str], counts: Mapping[str, int], n: int) -> ValueError:
+        product = math.prod(sum(self._lengths(x, counts[x], 1)) for x in axes if x in counts)
+        return self._misfit(f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}")
 
     def _laid(self, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], int, dict[str, int]]:
         """Returns the tensor's shape, the slice's offset in it, and the stride of each axis."""
@@ -279,17 +267,13 @@ class _Links:
                     strides[axis] = n * stride
                     n *= sizes[axis]
                     continue
-                values, index = self.parts.get(axis, ()), self._index(axis)
-                if isinstance(values, Mapping):
-                    lengths = [*values.values()]
-                    if lengths[index] != n:
-                        value = self.given[axis]
-                        raise self._misfit(f"{axis} = {value} has {lengths[index]}, its axes {n}")
-                    offset += sum(lengths[:index]) * stride
-                    n = sum(lengths)
-                else:
-                    offset += index * n * stride
-                    n *= len(values)
+                index = self._index(axis)
+                lengths = self._lengths(axis, len(self.parts[axis]), n)
+                if lengths[index] != n:
+                    value = self.given[axis]
+                    raise self._misfit(f"{axis} = {value} has {lengths[index]}, its axes {n}")
+                offset += sum(lengths[:index]) * stride
+                n = sum(lengths)
             shape.insert(0, n)
             stride *= n
         return tuple(shape), offset, strides

@@ -155,9 +155,9 @@ class PendingSave:
             name: leaf.model_copy(update={"checksum": checksums[name]})
             for name, leaf in self._leaves.items()
         }
-        items = {saved.STATE: _class_name(ocp.PyTreeCheckpointHandler)}
+        items = {saved.STATE: ocp.PyTreeCheckpointHandler.typestr()}
         if (metrics := self._record.metrics) is not None:
-            items["metrics"] = _class_name(ocp.JsonCheckpointHandler)
+            items["metrics"] = ocp.JsonCheckpointHandler.typestr()
             (folder / "metrics").mkdir()
             (folder / "metrics" / "metrics").write_text(json.dumps(metrics))
         update = {"leaves": leaves, "files": records.files(folder)}
@@ -197,10 +197,6 @@ def _sha256(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _class_name(handler: type) -> str:
-    return f"{handler.__module__}.{handler.__qualname__}"
-
-
 def _check_arrays(tree: PyTree) -> None:
     """Checks that every array can be saved.
 
@@ -228,16 +224,11 @@ def _check_arrays(tree: PyTree) -> None:
 
 def _array(x: PyTree) -> jax.Array | DiskArray | StoredArray:
     """Returns a leaf as an array that does not change during the save."""
-    if _is_pinned(x):
-        # Orbax would keep a reference to host memory, so the next step could not donate the array.
-        return user_leaf(jnp.copy(unwrap_stored(x)), x.shape)
-    return x if isinstance(x, jax.Array | DiskArray | StoredArray) else jnp.asarray(x)
-
-
-def _is_pinned(x: PyTree) -> bool:
-    """Returns whether an array is in host memory."""
     at_rest = unwrap_stored(x)
-    return isinstance(at_rest, jax.Array) and at_rest.sharding.memory_kind == PINNED
+    if isinstance(at_rest, jax.Array) and at_rest.sharding.memory_kind == PINNED:
+        # Orbax would keep a reference to host memory, so the next step could not donate the array.
+        return user_leaf(jnp.copy(at_rest), x.shape)
+    return x if isinstance(x, jax.Array | DiskArray | StoredArray) else jnp.asarray(x)
 
 
 def _version(package: str) -> str:

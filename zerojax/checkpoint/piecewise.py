@@ -103,9 +103,7 @@ class _Transactions:
     def __init__(self) -> None:
         self._bytes = 0
         self._open = tensorstore.Transaction(atomic=True)
-        self._under_way: tuple[tensorstore.Transaction, list[tensorstore.WriteFutures]] | None = (
-            None
-        )
+        self._under_way: list[tensorstore.Future[None] | tensorstore.WriteFutures] = []
         self._staged: list[tensorstore.WriteFutures] = []
 
     def create(self, spec: Mapping[str, object], context: tensorstore.Context) -> None:
@@ -134,17 +132,14 @@ class _Transactions:
         self._settle()
         for staged in self._staged:
             staged.copy.result()
-        self._under_way = self._open, self._staged
         self._open.commit_async()
+        self._under_way = [self._open.future, *self._staged]
         self._open, self._staged, self._bytes = tensorstore.Transaction(atomic=True), [], 0
 
     def _settle(self) -> None:
-        if self._under_way:
-            transaction, staged = self._under_way
-            transaction.future.result()
-            for write_future in staged:
-                write_future.result()
-        self._under_way = None
+        for write in self._under_way:
+            write.result()
+        self._under_way = []
 
     def finish(self) -> None:
         """Waits until every write is committed."""

@@ -98,6 +98,7 @@ class Writer:
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
         args = ocp.args.PyTreeSave(pending.tree, save_args=save_args, custom_metadata=records.MARK)
         writes: list[object] = []
+        error: Exception | None = None
         try:
             pending.begin_checksums()
             folder = steps_folder.under_way(self._directory, pending.step)
@@ -106,22 +107,22 @@ class Writer:
             if pending.has_disk_arrays:  # which the next step overwrites
                 wait_for(writes)
             pending.write_extra(folder)
-            status = ""
-        except Exception as error:
-            writes.append(_failed(error))
-            status = "failed"
+        except Exception as raised:
+            error = raised
         pending.tree = None
-        self._saving = self._background.submit(self._finish, pending, writes)
-        if any(gather_strings(self._name, lambda: status)):
+        self._saving = self._background.submit(self._finish, pending, writes, error)
+        if any(gather_strings(self._name, lambda: "failed" if error else "")):
             self.settle()
 
-    def _finish(self, pending: PendingSave, writing: list[object]) -> None:
+    def _finish(self, pending: PendingSave, writes: list[object], error: Exception | None) -> None:
         """Waits for the arrays of all processes, then gives the step its final name."""
         name = f"{self._name}: the end of a save"
 
         def await_writes() -> str:
             shares = pending.shares()
-            wait_for(writing)
+            wait_for(writes)
+            if error:
+                raise error
             return json.dumps(self._piecewise.shares | shares)
 
         try:
@@ -206,12 +207,6 @@ def _completed(begin: Callable[[], Coroutine[object, object, _T]]) -> _T:
         return asyncio.run(begin())
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(begin())).result()
-
-
-def _failed(error: Exception) -> Future[None]:
-    future: Future[None] = Future()
-    future.set_exception(error)
-    return future
 
 
 def wait_for(writing: Iterable[Any]) -> None:

@@ -68,7 +68,9 @@ def load(
     """
     opened, names = open_tree(like), Names.of(names)
     linked = link(names, {path: tuple(x.shape) for path, x in opened.leaves.items()})
-    dtypes = {path: _dtype(opened.leaves[path]) for path in linked.links}
+    dtypes = {
+        path: jax.dtypes.canonicalize_dtype(opened.leaves[path].dtype) for path in linked.links
+    }
     with open_tensors(folder) as tensors:
         sources = fit(str(folder), names, linked, tensors, dtypes)
         _log_casts(str(folder), linked, sources, dtypes)
@@ -143,17 +145,14 @@ def _mismatch(
         if tensor.shape == tuple(needed)[::-1]:
             remedy = ': write the arrangement "o i -> i o", or remove it'
         return [f"{name} is {[*tensor.shape]}, the model needs {[*needed]}{remedy} (for {path})"]
-    are_floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
+    dtypes = (tensor.dtype, dtype)
+    are_floats = all(x is not None and jnp.issubdtype(x, jnp.floating) for x in dtypes)
     if are_floats or tensor.dtype == dtype:
         return []
     return [
         f"{name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} {dtype.name}: save "
         "floats, the only dtypes that are cast"
     ]
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _check_copy(copy: FileTensor, tensor: FileTensor) -> None:
@@ -186,11 +185,6 @@ def _log_casts(
     if casts:
         summary = ", ".join(f"{n} tensors {a} become {b}" for (a, b), n in sorted(casts.items()))
         log.warning("%s: %s, the dtype of `like`.", source, summary)
-
-
-def _dtype(leaf: Shaped) -> np.dtype:
-    dtype: np.dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return dtype
 
 
 def _array(

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.saved import block_shape
 from zerojax.checkpoint.state_tree import is_key
-from zerojax.offload.disk.slices import grid
+from zerojax.offload.disk.slices import grid, shape_of
 from zerojax.plan import layout
 from zerojax.plan.places import PINNED
 from zerojax.plan.stored import StoredArray, unpad, unwrap_stored
@@ -91,14 +91,21 @@ def begin_share(x: jax.Array | StoredArray) -> Callable[[], int]:
     def sum_blocks() -> int:
         total = 0
         for shard in _own_shards(at_rest):
-            values, start = np.asarray(shard.data), [s.start or 0 for s in shard.index]
-            for box in grid(values.shape, block_shape(values.shape, 1, _BROUGHT)):
-                block = jax.device_put(values[box], shard.device)
+            start, size = [s.start or 0 for s in shard.index], shard.data.shape
+            for box in grid(size, block_shape(size, 1, _BROUGHT)):
+                block = _brought(shard.data, [s.start for s in box], shape_of(box))
                 begin = [i + s.start for i, s in zip(start, box, strict=True)]
                 total += int(checksum(block, begin, x.shape))
         return total
 
     return sum_blocks
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _brought(x: jax.Array, index: Sequence[int], size: tuple[int, ...]) -> jax.Array:
+    """Brings a block of an array in host memory to the device. The array's NumPy view would be a
+    copy that JAX keeps as long as the array."""
+    return jax.device_put(jax.lax.dynamic_slice(x, index, size), jax.memory.Space.Device)
 
 
 def _own_shards(x: jax.Array) -> list[jax.Shard]:

@@ -119,13 +119,22 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form, only_params = state_tree.form_of(abstract_state), False
     if form == "pytree":
-        _check_arrays(abstract_state)
+        if not any(hasattr(x, "dtype") for x in jax.tree.leaves(abstract_state)):
+            kind = type(abstract_state).__name__
+            raise CheckpointError(
+                f"restore takes zero.abstract_state(create_state, key), not a {kind}"
+            )
         only_params = saved.record is None or saved.record.form != "pytree"
         only_params |= {("params", *path) for path in state_tree.below((), abstract_state)} <= {
             *present
         }
     if only_params:
-        wanted = _only_params(abstract_state, present, zero)
+        is_nnx = all(path[0].isdecimal() for path in present)
+        prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
+        if not any(path[: len(prefix)] == prefix for path in present):
+            prefix = ()  # only parameters were saved
+        replicated = NamedSharding(zero.mesh, PartitionSpec())
+        wanted = _target(abstract_state, prefix=prefix, sharding=replicated)
     else:
         wanted = _full_state(abstract_state, form, zero)
     numbers = None if only_params else state_tree.numbers_of(abstract_state, form)
@@ -137,13 +146,6 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
     arrays, shares = _read(saved, in_memory, wanted.leaves)
     on_disk = {path: leaf for path, leaf in chosen.items() if path in wanted.on_disk}
     return _LocalArrays(saved, form, numbers, wanted, on_disk, arrays, shares)
-
-
-def _check_arrays(params: PyTree) -> None:
-    if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
-        raise CheckpointError(
-            f"restore takes zero.abstract_state(create_state, key), not a {type(params).__name__}"
-        )
 
 
 def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
@@ -216,15 +218,6 @@ def _target(
     }
     on_disk = {path: planned[id(x)] for path, x in leaves.items() if planned and id(x) in planned}
     return _Wanted(structs, rebuild, on_disk)
-
-
-def _only_params(params: PyTree, present: Mapping[Path, SavedArray], zero: Zero) -> _Wanted:
-    is_nnx = all(path[0].isdecimal() for path in present)
-    prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
-    if not any(path[: len(prefix)] == prefix for path in present):
-        prefix = ()  # only parameters were saved
-    replicated = NamedSharding(zero.mesh, PartitionSpec())
-    return _target(params, prefix=prefix, sharding=replicated)
 
 
 def _read(

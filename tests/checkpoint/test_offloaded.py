@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, piecewise
-from zerojax.checkpoint.checksum import checksum
+from zerojax.checkpoint.checksum import begin_share, checksum
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.placement.placer import Placer
@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_yields_no_handle(
 
     def changed(self: SavedStep, name: str, index: Any = ...) -> np.ndarray:
         x = read(self, name, index).copy()
-        x[..., -1] += np.float32(1e-3) if name.endswith("nu.w") else 0
+        x.flat[-1:] += np.float32(1e-3) if name.endswith("nu.w") else 0
         return x
 
     monkeypatch.setattr(SavedStep, "read", changed)
@@ -295,7 +295,6 @@ def damage(x: DiskArray) -> None:
 
 @pytest.mark.parametrize("shape", [(), (3, 2000, 1500)])
 def test_checksums_of_host_memory_are_those_of_the_device(shape: tuple[int, ...]) -> None:
-    """Of more than 2**23 elements, which come to the device in parts."""
     x = jnp.asarray(np.arange(math.prod(shape)).reshape(shape), jnp.float32)
     host = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    assert int(checksum(host)) == int(checksum(x))
+    assert begin_share(host)() % 2**32 == int(checksum(x))

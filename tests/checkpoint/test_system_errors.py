@@ -92,7 +92,7 @@ def test_each_place_that_reads(
     number: int,
     raises: str,
 ) -> None:
-    """Within orbax too, and where tensorstore has the system's words alone."""
+    """Of the record, and of arrays, where tensorstore has the system's words alone."""
     folder, zero, state = saved
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -102,7 +102,7 @@ def test_each_place_that_reads(
 
     place: Any = {
         "record": (records.json, "loads"),
-        "arrays": (zerojax.checkpoint.restore.ocp.PyTreeCheckpointHandler, "restore"),
+        "arrays": (zerojax.checkpoint.saved.tensorstore, "open"),
     }[raises]
     with Checkpointer(folder, zero, read_only=True) as checkpointer:
         monkeypatch.setattr(*place, fails)

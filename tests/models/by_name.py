@@ -4,6 +4,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
@@ -22,3 +24,10 @@ def parameters(
     with tempfile.TemporaryDirectory() as folder:
         save_file(drawn, f"{folder}/model.safetensors")
         return load(folder, like=shapes, names=names)
+
+
+def stacked(params: Any, blocks: str = "h_") -> Any:
+    """The parameters of blocks `h_0`, `h_1`, ... as stacks, for a loop over layers."""
+    names = sorted((x for x in params if x.startswith(blocks)), key=lambda x: int(x[len(blocks) :]))
+    stack = jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in names))
+    return {k: x for k, x in params.items() if k not in names} | {blocks.strip("_"): stack}

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+from tests.models.by_name import stacked
 from zerojax.models import gpt
 from zerojax.models.blocks import causal_attention
 from zerojax.models.gpt import GPT, SIZES, GPTConfig, loss_fn
-from zerojax.weights import stacked
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

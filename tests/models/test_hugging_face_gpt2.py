@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import zerojax
+from tests.models.by_name import stacked
 from zerojax.checkpoint.exporter import export
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.hugging_face.folder import by_path
@@ -30,7 +31,6 @@ from zerojax.models.hugging_face.gpt2 import (
     read_config,
     save,
 )
-from zerojax.weights import stacked
 
 TINY = GPTConfig(vocab_size=96, block_size=32, n_layer=3, n_head=2, n_embd=16)
 SCANNED = dataclasses.replace(TINY, scan=True)

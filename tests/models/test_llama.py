@@ -14,11 +14,11 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
+from tests.models.by_name import stacked
 from zerojax.models.blocks import causal_attention, grouped_attention
 from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.models.loss import loss_fn
 from zerojax.models.rope import RopeConfig, rotary_tables, rotate
-from zerojax.weights import stacked
 
 GROUPED = LlamaConfig(
     vocab_size=61, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=88
@@ -92,7 +92,7 @@ def test_scan_and_remat_change_nothing(
 ) -> None:
     stacks, expected = params, unrolled[1]
     if scan:
-        stacks, expected = stacked(params, "layers_{}"), stacked(expected, "layers_{}")
+        stacks, expected = stacked(params, "layers_"), stacked(expected, "layers_")
     value, grads = loss_and_grads(stacks, dataclasses.replace(GROUPED, scan=scan, remat=remat))
     np.testing.assert_allclose(value, unrolled[0], rtol=1e-6)
     np.testing.assert_allclose(value, loss_fn(logits_of(params), TOKENS), rtol=1e-6)
@@ -101,7 +101,7 @@ def test_scan_and_remat_change_nothing(
 
 def test_parameters_decide_the_compute_dtype(params: dict[str, Any]) -> None:
     config = dataclasses.replace(GROUPED, scan=True)
-    stacks = stacked(params, "layers_{}")
+    stacks = stacked(params, "layers_")
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), stacks)
     logits = logits_of(half, config)
     fixed = logits_of(stacks, dataclasses.replace(config, dtype=jnp.bfloat16))
@@ -140,7 +140,7 @@ BATCH = np.random.default_rng(2).integers(0, GROUPED.vocab_size, (8, 13))
 def test_products_that_blocks_compute_again_have_names(params: dict[str, Any], scan: bool) -> None:
     """All but the last of a block, whose result is added to the next block's input."""
     zero, names = zerojax.zero(stage=3), ["q_proj", "k_proj", "v_proj", "o_proj"]
-    stacks = stacked(params, "layers_{}") if scan else params
+    stacks = stacked(params, "layers_") if scan else params
     for remat, rest in ((True, names), ("names:q_proj,v_proj", ["k_proj", "o_proj"]), (False, [])):
         config = dataclasses.replace(GROUPED, scan=scan, remat=remat)
         state = zero.abstract_state(lambda params, c=config: create_state(params, c), stacks)

@@ -13,20 +13,20 @@ other damage changes it with probability :math:`1 - 2^{-32}`.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
+from zerojax.checkpoint.saved import block_shape
 from zerojax.checkpoint.state_tree import is_key
+from zerojax.offload.disk.slices import grid, shape_of
 from zerojax.plan import layout
-from zerojax.plan.stored import StoredArray, unwrap_stored
+from zerojax.plan.places import PINNED
+from zerojax.plan.stored import StoredArray, unpad, unwrap_stored
 
 _Words = TypeVar("_Words", jax.Array, np.ndarray)
 _BLOCK = 2**16
@@ -61,116 +61,55 @@ def checksum(
     """
     if is_key(x):
         x = jax.random.key_data(x)
-    begins = [jnp.asarray(begin, jnp.uint32) for begin in (*start, *[0] * (x.ndim - len(start)))]
-    ends = [jnp.asarray(end, jnp.uint32) for end in shape]
-    if jax.typeof(x).memory_space == jax.memory.Space.Host:
-        return _from_host(x, begins, ends)
     words = _words(x)
-    return jnp.sum(_mixed(words, _index_terms(words.shape), begins, ends), dtype=jnp.uint32)
+    term, is_inside = jnp.uint32(0), jnp.asarray(True)
+    for d, begin in enumerate([*start] + [0] * (words.ndim - len(start))):
+        index = jnp.asarray(begin, jnp.uint32) + jax.lax.broadcasted_iota(
+            jnp.uint32, words.shape, d
+        )
+        term += index * jnp.uint32(_odd(d))
+        if d < len(shape):
+            is_inside &= index < jnp.asarray(shape[d], jnp.uint32)
+    return jnp.sum(jnp.where(is_inside, _mix(words ^ term), jnp.uint32(0)), dtype=jnp.uint32)
 
 
-def _mixed(
-    words: jax.Array, places: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]
-) -> jax.Array:
-    """Returns each word's contribution to the checksum; 0 beyond ``ends``, unless it is empty."""
-    mixed = _mix(words ^ (places + _index_term(begins)))
-    for d, (begin, end) in enumerate(zip(begins, ends, strict=bool(ends))):
-        index = begin + jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
-        mixed = jnp.where(index < end, mixed, jnp.uint32(0))
-    return mixed
+def begin_share(x: jax.Array | StoredArray) -> Callable[[], int]:
+    """Starts to compute this process's share of the checksum of an array, without padding.
 
-
-def _from_host(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
-    """Computes the checksum of an array in host memory, with one block on the device at a time."""
-
-    def add(block: jax.Array, index: list[jax.Array], total: jax.Array) -> jax.Array:
-        return total + checksum(jax.device_put(block, jax.memory.Space.Device), index, ends)
-
-    total = jnp.uint32(0)
-    for blocks in _blocks(x, begins, _BROUGHT):
-        total = blocks.fold(add, total)
-    return total
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """Blocks of an array that have the same shape.
-
-    Attributes:
-      count: The number of blocks.
-      get: Returns the ``i``-th block and the index of its first element.
-    """
-
-    count: int
-    get: Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]
-
-    def fold(self, add: Callable[..., jax.Array], first: jax.Array) -> jax.Array:
-        """Folds ``add(block, index, sums)`` over all blocks, starting from ``first``."""
-        return jax.lax.fori_loop(0, self.count, lambda i, sums: add(*self.get(i), sums), first)
-
-
-def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_Blocks]:
-    """Splits an array into blocks of complete rows, grouped by block shape.
-
-    The rows are those of the first dimension whose rows have at most ``most`` elements.
-    """
-    if not x.ndim:
-        yield _Blocks(1, lambda _: (x, []))
-        return
-    inner = next(d for d in range(x.ndim) if math.prod(x.shape[d + 1 :]) <= most)
-    outer, below = x.shape[:inner], x.shape[inner + 1 :]
-    rows = max(1, min(x.shape[inner], most // max(1, math.prod(below))))
-
-    def get(i: jax.Array, first: int, n: int, steps: int) -> tuple[jax.Array, list[jax.Array]]:
-        index: list[ArrayLike] = [*jnp.unravel_index(i // steps, outer)] if outer else []
-        index += [first + i % steps * n, *[0] * len(below)]
-        block = jax.lax.dynamic_slice(x, index, (*[1] * inner, n, *below))
-        return block, [b + jnp.asarray(j, jnp.uint32) for b, j in zip(begins, index, strict=True)]
-
-    steps, rest = divmod(x.shape[inner], rows)
-    for first, n, times in ((0, rows, steps), (steps * rows, rest, 1)):
-        if n and times:
-            yield _Blocks(
-                math.prod(outer) * times,
-                functools.partial(get, first=first, n=n, steps=times),
-            )
-
-
-def _index_terms(shape: Sequence[int]) -> jax.Array:
-    """Returns the index term of the checksum if the first index is 0; uint32 of this shape."""
-    terms = jnp.zeros(shape, jnp.uint32)
-    for d in range(len(shape)):
-        terms = terms + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * jnp.uint32(_odd(d))
-    return terms
-
-
-def _index_term(index: Sequence[jax.Array]) -> jax.Array:
-    """Returns the term of one index in the checksum; uint32 []."""
-    return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
-
-
-def begin_checksums(arrays: Mapping[str, jax.Array | StoredArray]) -> dict[str, jax.Array]:
-    """Starts to compute the checksums of arrays on the devices, for :func:`finish_checksum`.
-
-    Every device sums over its shards; arrays in host memory pass through the devices block by
-    block. In a single process, no program has a collective: many small programs are in flight, and
-    on virtual CPU devices each program would wait for threads that another program holds.
-
-    Args:
-      arrays: Arrays by name; padding does not count.
+    Every device sums over its shards, without a collective: many small programs are in flight, and
+    on virtual CPU devices each program would wait for threads that another program holds. Blocks of
+    an array in host memory come to the device one by one, in the function that is returned.
 
     Returns:
-      Uint32 arrays by name: partial sums, or the checksum itself with several processes.
+      A function that waits for the share and returns it.
     """
-    parts = {name: _parts(x) for name, x in arrays.items()}
-    if jax.process_count() == 1:
-        return parts
-    return jax.jit(lambda t: jax.tree.map(lambda p: jnp.sum(p, dtype=jnp.uint32), t))(parts)
+    at_rest = unwrap_stored(x)
+    if at_rest.sharding.memory_kind != PINNED:
+        parts = _parts(x)
+        return lambda: sum(int(np.sum(part.data)) for part in _own_shards(parts))
+
+    def sum_blocks() -> int:
+        total = 0
+        for shard in _own_shards(at_rest):
+            start, size = [s.start or 0 for s in shard.index], shard.data.shape
+            for box in grid(size, block_shape(size, 1, _BROUGHT)):
+                block = _brought(shard.data, [s.start for s in box], shape_of(box))
+                begin = [i + s.start for i, s in zip(start, box, strict=True)]
+                total += int(checksum(block, begin, x.shape))
+        return total
+
+    return sum_blocks
 
 
-def finish_checksum(parts: object) -> int:
-    """Returns a checksum that :func:`begin_checksums` started; waits for the devices."""
-    return int(np.sum(np.asarray(parts), dtype=np.uint32))
+@functools.partial(jax.jit, static_argnums=2)
+def _brought(x: jax.Array, index: Sequence[int], size: tuple[int, ...]) -> jax.Array:
+    """Brings a block of an array in host memory to the device. The array's NumPy view would be a
+    copy that JAX keeps as long as the array."""
+    return jax.device_put(jax.lax.dynamic_slice(x, index, size), jax.memory.Space.Device)
+
+
+def _own_shards(x: jax.Array) -> list[jax.Shard]:
+    return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 
 
 def _parts(x: jax.Array | StoredArray) -> jax.Array:
@@ -213,21 +152,18 @@ def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
       True
     """
     words = _host_words(x)
-    inner = next(d for d in range(words.ndim) if math.prod(words.shape[d + 1 :]) <= _BLOCK)
-    rows = max(1, min(words.shape[inner], _BLOCK // max(1, math.prod(words.shape[inner + 1 :]))))
+    sizes = block_shape(words.shape, 1, _BLOCK)
     # The index term is linear in the indices: a block's term is the first block's plus an offset.
     first_terms: np.ndarray = np.zeros((), np.uint32)
-    for d, n in enumerate((rows, *words.shape[inner + 1 :]), inner):
+    for d, n in enumerate(sizes):
         first_terms = first_terms[..., None] + np.arange(n, dtype=np.uint32) * np.uint32(_odd(d))
-    begins = [*start] + [0] * (words.ndim - len(start))
-    start_term = sum(_odd(d) * begin for d, begin in enumerate(begins))
+    start_term = sum(_odd(d) * begin for d, begin in enumerate(start))
     total = 0
-    for outer in np.ndindex(words.shape[:inner]):
-        for row in range(0, words.shape[inner], rows):
-            block = words[outer][row : row + rows]
-            block_term = start_term + sum(_odd(d) * i for d, i in enumerate((*outer, row)))
-            mixed = block ^ (first_terms[: len(block)] + np.uint32(block_term % 2**32))
-            total += int(_mix(mixed).sum(dtype=np.uint64))
+    for box in grid(words.shape, sizes):
+        block = words[box]
+        block_term = start_term + sum(_odd(d) * s.start for d, s in enumerate(box))
+        mixed = block ^ (unpad(first_terms, block.shape) + np.uint32(block_term % 2**32))
+        total += int(_mix(mixed).sum(dtype=np.uint64))
     return total % 2**32
 
 

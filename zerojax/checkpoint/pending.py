@@ -8,7 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ from jax.sharding import NamedSharding
 from zerojax.api import Zero
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, state_tree
-from zerojax.checkpoint.checksum import begin_checksums, finish_checksum
+from zerojax.checkpoint.checksum import begin_share
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.record import LeafRecord, Record, Spec
 from zerojax.checkpoint.state_tree import is_key
 from zerojax.config import ZeroConfig
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import PINNED
-from zerojax.plan.stored import StoredArray, unwrap_stored
+from zerojax.plan.stored import StoredArray, unwrap_stored, user_leaf
 from zerojax.xla.types import PyTree
 
 _SMALL = 1024
@@ -75,7 +75,7 @@ class PendingSave:
             name: _digest(x) for name, x in leaves.items() if _is_replicated(x)
         }
         self.extra_by_process: bool = False
-        self._sums: dict[str, jax.Array] = {}
+        self._shares: dict[str, Callable[[], int]] = {}
         self._began = time.time_ns()
         self._leaves = {
             name: LeafRecord(shape=x.shape, dtype=str(x.dtype), spec=_spec(x), checksum=0)
@@ -116,10 +116,6 @@ class PendingSave:
         self.extra_by_process = len({*extras}) > 1
         return len({*arrays}) == 1
 
-    def release(self) -> None:
-        """Drops the references to the arrays, which are copied by now."""
-        self.tree = None
-
     def write_extra(self, folder: epath.Path) -> None:
         """Writes this process's ``extra`` if the processes passed different ones."""
         if self.extra_by_process:
@@ -127,31 +123,41 @@ class PendingSave:
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(self._record.extra))
 
-    def begin_checksums(self) -> None:
-        """Starts the device checksums of arrays in memory; all processes call this together."""
-        leaves = state_tree.arrays_by_name(self.tree)
-        self._sums = begin_checksums(
-            {name: x for name, x in leaves.items() if not isinstance(unwrap_stored(x), DiskArray)}
-        )
+    @property
+    def has_disk_arrays(self) -> bool:
+        """True if the state keeps arrays on a disk."""
+        return any(isinstance(x, DiskArray) for x in jax.tree.leaves(unwrap_stored(self.tree)))
 
-    def finish(self, folder: epath.Path, on_disk: Mapping[str, int]) -> None:
+    def begin_checksums(self) -> None:
+        """Starts the checksums of arrays in memory; all processes call this together."""
+        leaves = state_tree.arrays_by_name(self.tree)
+        self._shares = {
+            name: begin_share(x)
+            for name, x in leaves.items()
+            if not isinstance(unwrap_stored(x), DiskArray)
+        }
+
+    def shares(self) -> dict[str, int]:
+        """Returns this process's shares of the checksums of arrays in memory; drops the arrays."""
+        return {name: self._shares.pop(name)() for name in [*self._shares]}
+
+    def finish(self, folder: epath.Path, checksums: Mapping[str, int]) -> None:
         """Writes the record and orbax's metadata, before the step's folder gets its final name.
 
         Args:
           folder: The step's folder, with all arrays already written.
-          on_disk: The checksums, by name, of the arrays that the state keeps on a disk.
+          checksums: The checksums of the arrays by name.
 
         Raises:
           CheckpointError: the written step is incomplete.
         """
-        checksums = {**on_disk, **{name: finish_checksum(x) for name, x in self._sums.items()}}
         leaves = {
             name: leaf.model_copy(update={"checksum": checksums[name]})
             for name, leaf in self._leaves.items()
         }
-        items = {saved.STATE: _class_name(ocp.PyTreeCheckpointHandler)}
+        items = {saved.STATE: ocp.PyTreeCheckpointHandler.typestr()}
         if (metrics := self._record.metrics) is not None:
-            items["metrics"] = _class_name(ocp.JsonCheckpointHandler)
+            items["metrics"] = ocp.JsonCheckpointHandler.typestr()
             (folder / "metrics").mkdir()
             (folder / "metrics" / "metrics").write_text(json.dumps(metrics))
         update = {"leaves": leaves, "files": records.files(folder)}
@@ -191,10 +197,6 @@ def _sha256(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _class_name(handler: type) -> str:
-    return f"{handler.__module__}.{handler.__qualname__}"
-
-
 def _check_arrays(tree: PyTree) -> None:
     """Checks that every array can be saved.
 
@@ -220,14 +222,13 @@ def _check_arrays(tree: PyTree) -> None:
             raise CheckpointError(f"{name} {problem}")
 
 
-def _array(x: object) -> jax.Array | DiskArray | StoredArray:
+def _array(x: PyTree) -> jax.Array | DiskArray | StoredArray:
     """Returns a leaf as an array that does not change during the save."""
-    if isinstance(x, DiskArray | StoredArray):
-        return x
-    if isinstance(x, jax.Array):
+    at_rest = unwrap_stored(x)
+    if isinstance(at_rest, jax.Array) and at_rest.sharding.memory_kind == PINNED:
         # Orbax would keep a reference to host memory, so the next step could not donate the array.
-        return jnp.copy(x) if x.sharding.memory_kind == PINNED else x
-    return jnp.asarray(x)
+        return user_leaf(jnp.copy(at_rest), x.shape)
+    return x if isinstance(x, jax.Array | DiskArray | StoredArray) else jnp.asarray(x)
 
 
 def _version(package: str) -> str:

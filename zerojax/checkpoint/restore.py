@@ -6,37 +6,40 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from zerojax.api import Zero
-from zerojax.checkpoint import piecewise, state_tree
-from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
-from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
+from zerojax.checkpoint import checksum, piecewise, state_tree
+from zerojax.checkpoint.checksum import begin_share
+from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.matching import match
-from zerojax.checkpoint.processes import LONGEST, call_on_all, gather_strings
+from zerojax.checkpoint.processes import LONGEST, call_and_gather, gather_strings
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
+from zerojax.offload.disk.slices import Index, StoredShard, full_index, meet, shape_of
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, split_state
-from zerojax.plan import layout
-from zerojax.plan.places import DISK, PINNED, disk_sections
+from zerojax.plan.places import DISK, disk_sections
 from zerojax.plan.state_sharding import Leaf
 from zerojax.plan.stored import StoredArray, pad, unwrap_stored, user_leaf
-from zerojax.train_state.state_parts import OpenedState, Parts
-from zerojax.xla.types import PyTree, Shaped
+from zerojax.train_state.nnx import ordered
+from zerojax.weights.cast import narrowed
+from zerojax.weights.shards import from_shards, padded_shape
+from zerojax.xla.types import PyTree
 
-_MAX_IN_FLIGHT_GB = 0.5
-"""Limit in GB on data that is read but not yet on the devices; it bounds the host memory."""
+_MAX_BYTES_IN_FLIGHT = 2**29
+"""Limit on data that is read but not yet on the devices, unless two shards exceed it."""
+_MIN_THREADS, _MAX_THREADS = 2, 8
 
 
 class _Wanted(NamedTuple):
@@ -44,21 +47,21 @@ class _Wanted(NamedTuple):
 
     Attributes:
       leaves: Shapes, dtypes and shardings by path in the checkpoint.
-      close: Builds the caller's object from the arrays, in the order of ``leaves``.
+      close: Builds the caller's object from the arrays by path.
       on_disk: The planned leaves of the arrays that belong on a disk, by path.
     """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
-    close: Callable[[Sequence[object]], PyTree]
+    close: Callable[[Mapping[Path, object]], PyTree]
     on_disk: Mapping[Path, Leaf]
 
 
 def restore(folder: epath.Path, abstract_state: PyTree, zero: Zero, name: str) -> PyTree:
     """Restores the state or parameters of a step in the form and shardings of ``abstract_state``.
 
-    Every array is read shard by shard in the saved dtype, checked against its recorded checksum,
-    and then cast if the target has another dtype. An array that belongs on a disk is written there
-    slice by slice.
+    Every array is read shard by shard and compared with its recorded checksum, which the devices
+    compute, or the host if it casts the array to another dtype. An array that belongs on a disk is
+    written there slice by slice.
 
     Args:
       folder: The step's folder.
@@ -70,16 +73,23 @@ def restore(folder: epath.Path, abstract_state: PyTree, zero: Zero, name: str) -
       CheckpointError: the saved arrays are not those of ``abstract_state``.
       DamagedCheckpointError: arrays cannot be read, or differ from the saved ones.
     """
-    local = call_on_all(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
-    saved, wanted, in_memory = local.saved, local.wanted, local.in_memory
-    _verify(saved, {leaf: local.arrays[leaf.path] for leaf in in_memory.values()}, local.sound)
+    local, shares = call_and_gather(
+        name,
+        lambda: _read_local_arrays(folder, abstract_state, zero),
+        lambda arrays: json.dumps(arrays.shares),
+        LONGEST,
+    )
+    _compare(local.saved, piecewise.sum_shares(shares))
     restored: dict[Path, object] = {
-        path: _fit(path, local.arrays[leaf.path], wanted) for path, leaf in in_memory.items()
+        path: _user_array(x, local.wanted.leaves[path]) for path, x in local.arrays.items()
     }
-    restored |= _to_disk(saved, local.chosen, wanted, zero, name)
-    if len(restored) < len(wanted.leaves):
-        restored |= _fresh(wanted, restored, local, zero)
-    return wanted.close([restored[path] for path in wanted.leaves])
+    restored |= _to_disk(local, zero, name)
+    if len(restored) < len(local.wanted.leaves):
+        restored |= _fresh(restored, local, zero)
+    state = local.wanted.close(restored)
+    if local.form == "pytree" and local.numbers is not None:
+        zero.states.owned.add(state)
+    return state
 
 
 class _LocalArrays(NamedTuple):
@@ -90,20 +100,18 @@ class _LocalArrays(NamedTuple):
       form: The form of the ``abstract_state`` to restore.
       numbers: The paths of zerojax's numbers in it; None if it is parameters.
       wanted: The target arrays.
-      chosen: The saved arrays to restore, by target path.
-      in_memory: The subset of ``chosen`` that does not belong on a disk.
-      arrays: The values of ``in_memory``, by path in the checkpoint.
-      sound: The checksums, computed on the host, of 64-bit arrays that JAX narrows to 32 bits.
+      on_disk: The saved arrays that belong on a disk, by target path.
+      arrays: The other arrays at rest, by target path; of PRNG keys their data.
+      shares: This process's shares of the checksums of ``arrays``, by orbax's name.
     """
 
     saved: SavedStep
     form: state_tree.Form
     numbers: Sequence[Path] | None
     wanted: _Wanted
-    chosen: dict[Path, SavedArray]
-    in_memory: dict[Path, SavedArray]
-    arrays: dict[Path, jax.Array | StoredArray]
-    sound: dict[str, int]
+    on_disk: dict[Path, SavedArray]
+    arrays: dict[Path, jax.Array]
+    shares: dict[str, int]
 
 
 def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -> _LocalArrays:
@@ -111,236 +119,195 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form, only_params = state_tree.form_of(abstract_state), False
     if form == "pytree":
-        _check_arrays(abstract_state)
+        if not any(hasattr(x, "dtype") for x in jax.tree.leaves(abstract_state)):
+            kind = type(abstract_state).__name__
+            raise CheckpointError(
+                f"restore takes zero.abstract_state(create_state, key), not a {kind}"
+            )
         only_params = saved.record is None or saved.record.form != "pytree"
         only_params |= {("params", *path) for path in state_tree.below((), abstract_state)} <= {
             *present
         }
-        wanted = (_only_params if only_params else _any_pytree)(abstract_state, present, zero)
+    if only_params:
+        is_nnx = all(path[0].isdecimal() for path in present)
+        prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
+        if not any(path[: len(prefix)] == prefix for path in present):
+            prefix = ()  # only parameters were saved
+        replicated = NamedSharding(zero.mesh, PartitionSpec())
+        wanted = _target(abstract_state, prefix=prefix, sharding=replicated)
     else:
         wanted = _full_state(abstract_state, form, zero)
     numbers = None if only_params else state_tree.numbers_of(abstract_state, form)
     sources = match(wanted.leaves, present, numbers, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
+    for path, leaf in chosen.items():
+        _check_kind(saved, leaf, wanted.leaves[path])
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
-    structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
-    arrays = _read(saved, structs)
-    for path, leaf in in_memory.items():
-        _check_kind(path, arrays[leaf.path], wanted.leaves[path])
-        x, dtype = unwrap_stored(arrays[leaf.path]), wanted.leaves[path].dtype
-        if x.dtype != dtype:
-            is_pinned = x.sharding.memory_kind == PINNED
-            for shard in x.addressable_shards:
-                block = np.asarray(shard.data) if is_pinned else shard.data
-                _check_fits(saved, leaf, block, dtype)
-    narrowed = [x for x in in_memory.values() if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
-    host_checksums = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
-    return _LocalArrays(saved, form, numbers, wanted, chosen, in_memory, arrays, host_checksums)
+    arrays, shares = _read(saved, in_memory, wanted.leaves)
+    on_disk = {path: leaf for path, leaf in chosen.items() if path in wanted.on_disk}
+    return _LocalArrays(saved, form, numbers, wanted, on_disk, arrays, shares)
 
 
 def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
-    objects = state if form == "nnx" else (state,)
-    opened: OpenedState = split_state(objects)
-    if not isinstance(opened.tx, ZeroTransformation):
-        opened = zero.states.open(objects)
-    leaves, tree = jax.tree.flatten(opened.parts)
-    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
-        leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
-    paths = state_tree.paths_of(opened.parts, form)
-
-    def close(arrays: Sequence[object]) -> PyTree:
-        closed = opened.close(jax.tree.unflatten(tree, arrays))
-        return closed if form == "nnx" else closed[0]
-
-    return _Wanted(
-        {
-            path: _struct(x, unwrap_stored(x).sharding)
-            for path, x in zip(paths, leaves, strict=True)
-        },
-        close,
-        _on_disk(paths, opened, zero) if disk_sections(zero.config) else {},
-    )
-
-
-def _on_disk(
-    paths: list[Path],
-    opened: OpenedState,
-    zero: Zero,
-    in_order: Callable[[Parts], object] = lambda parts: parts,
-) -> dict[Path, Leaf]:
-    """Returns the planned leaves, by path, of the arrays that the config places on a disk.
-
-    Args:
-      paths: The paths of all arrays.
-      opened: The state.
-      zero: The source of the plan.
-      in_order: Turns ``Parts`` into a tree whose leaves are in the order of ``paths``.
+    """Targets all arrays of a state; uses the plan's shardings unless every array has its own.
 
     Raises:
-      DiskError: the disk has too little room, or cannot be used.
+      DiskError: the disk that the config names has too little room, or cannot be used.
     """
-    plan = zero.states.plan(opened)
-    zero.states.placer.reserve(plan)
-    leaves = jax.tree.unflatten(jax.tree.structure(opened.parts), plan.all_leaves())
-    planned = zip(paths, jax.tree.leaves(in_order(leaves)), strict=True)
-    return {path: leaf for path, leaf in planned if leaf.place == DISK}
-
-
-def _check_arrays(params: PyTree) -> None:
-    if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
-        raise CheckpointError(
-            f"restore takes zero.abstract_state(create_state, key), not a {type(params).__name__}"
-        )
-
-
-def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
-    """Targets all arrays of a pytree; uses the plan's shardings unless every array has its own."""
-    opened = split_state((state,))
-    given = jax.tree.leaves(opened.parts.rest)
-    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in given):
-        planned = zero.states.open((state,))
-        shapes = abstract(planned.parts, zero.states.plan(planned))
-        opened = split_state(planned.close(shapes))
-    (arrays,) = opened.parts.rest.values()
-    leaves, tree = jax.tree.flatten(opened.parts.rest)
-    structs = [_struct(x, unwrap_stored(x).sharding) for x in leaves]
-    paths = state_tree.below((), arrays)
-
-    def close(arrays: Sequence[object]) -> PyTree:
-        remaining = iter(arrays)  # arrays without elements are not saved
-        all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
-        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))
-        zero.states.owned.add(parts.rest)
-        (closed,) = opened.close(parts)
-        return closed
-
-    wanted = {path: x for path, x in zip(paths, structs, strict=True) if x.size}
-    on_disk = {}
-    if disk_sections(zero.config):
-        planned = zero.states.open((state,))
-
-        def in_order(parts: Parts) -> object:
-            return opened.kind.split(*planned.close(parts)).rest
-
-        on_disk = _on_disk(paths, planned, zero, in_order)
-    return _Wanted(wanted, close, on_disk)
-
-
-def _only_params(params: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
-    is_nnx = all(path[0].isdecimal() for path in present)
-    prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
-    if not any(path[: len(prefix)] == prefix for path in present):
-        prefix = ()  # only parameters were saved
-    leaves, tree = jax.tree.flatten(params)
-    replicated = NamedSharding(zero.mesh, PartitionSpec())
-    paths = state_tree.below(prefix, params)
-    return _Wanted(
-        {
-            path: _struct(x, getattr(unwrap_stored(x), "sharding", None) or replicated)
-            for path, x in zip(paths, leaves, strict=True)
-        },
-        lambda arrays: jax.tree.unflatten(tree, arrays),
-        {},
+    objects = state if form == "nnx" else (state,)
+    planned: dict[int, Leaf] = {}
+    is_wrapped = form == "pytree" or isinstance(split_state(objects).tx, ZeroTransformation)
+    is_placed = all(
+        isinstance(getattr(x, "sharding", None), NamedSharding)
+        for x in jax.tree.leaves(state_tree.tree_of(state))
     )
+    has_disk = bool(disk_sections(zero.config))
+    if has_disk or not (is_wrapped and is_placed):
+        opened = zero.states.open(objects)
+        plan = zero.states.plan(opened)
+        shapes = abstract(opened.parts, plan)
+        if has_disk:
+            zero.states.placer.reserve(plan)
+            leaves = zip(jax.tree.leaves(shapes), plan.all_leaves(), strict=True)
+            planned = {id(x): leaf for x, leaf in leaves if leaf.place == DISK}
+        objects = opened.close(shapes)
+    if form != "nnx":
+        return _target(objects[0], planned=planned)
+    order = ordered(objects)
+    graph, tree = nnx.split(tuple(objects[i] for i in order))
+
+    def merged(tree: PyTree) -> PyTree:
+        nodes = nnx.merge(graph, tree)
+        by_position = dict(zip(order, nodes, strict=True))
+        return tuple(by_position[i] for i in range(len(order)))
+
+    return _target(tree, merged, planned=planned)
 
 
-def _struct(x: Shaped, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def _target(
+    tree: PyTree,
+    close: Callable[[PyTree], PyTree] = lambda tree: tree,
+    *,
+    prefix: Path = (),
+    sharding: NamedSharding | None = None,
+    planned: Mapping[int, Leaf] | None = None,
+) -> _Wanted:
+    """Targets all arrays of a tree.
 
+    Args:
+      tree: The arrays, abstract or not.
+      close: Builds the caller's object from this tree of restored arrays.
+      prefix: The path of the tree in the checkpoint.
+      sharding: The sharding of arrays that have none.
+      planned: The planned leaf of each array that belongs on a disk, by the array's ``id``.
+    """
+    keyed, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [state_tree.unboxed((*prefix, *state_tree.strings(keys))) for keys, _ in keyed]
+    leaves = dict(zip(paths, (x for _, x in keyed), strict=True))
 
-def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: SavedArray) -> jax.ShapeDtypeStruct:
-    """Returns the target in the saved dtype, which the checksum covers, as far as JAX has it."""
-    if is_key(wanted):
-        return wanted
-    return wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
+    def rebuild(restored: Mapping[Path, object]) -> PyTree:
+        # A leaf that is no array, such as a module's function, is the caller's.
+        return close(jax.tree.unflatten(structure, [restored.get(p, leaves[p]) for p in paths]))
+
+    structs = {
+        path: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=getattr(unwrap_stored(x), "sharding", None) or sharding
+        )
+        for path, x in leaves.items()
+        if hasattr(x, "shape")
+    }
+    on_disk = {path: planned[id(x)] for path, x in leaves.items() if planned and id(x) in planned}
+    return _Wanted(structs, rebuild, on_disk)
 
 
 def _read(
-    saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]
-) -> dict[Path, jax.Array | StoredArray]:
-    """Reads arrays by path through orbax, only each device's shards, padded as shardings require.
+    saved: SavedStep,
+    leaves: Mapping[Path, SavedArray],
+    wanted: Mapping[Path, jax.ShapeDtypeStruct],
+) -> tuple[dict[Path, jax.Array], dict[str, int]]:
+    """Reads each distinct shard of this process's devices once.
+
+    Returns:
+      The arrays at rest by target path, padded as their shardings require, of PRNG keys their data;
+      and this process's shares of their checksums by orbax's name.
 
     Raises:
+      CheckpointError: numbers overflow in the target's dtype.
       DamagedCheckpointError: arrays cannot be read.
     """
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        tree = handler.metadata(saved.item).tree
-        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = [state_tree.strings(keys) for keys, _ in leaves]
-        structs = [wanted.get(path) for path in paths]
-        read_bytes = [
-            _max_read_bytes(struct, metadata)
-            for struct, (_, metadata) in zip(structs, leaves, strict=True)
-            if struct is not None
-        ]
-        handler.close()
-        handler = ocp.PyTreeCheckpointHandler(
-            restore_concurrent_gb=max(_MAX_IN_FLIGHT_GB, 2e-9 * max(read_bytes, default=0))
-        )
-        args = ocp.args.PyTreeRestore(
-            item=jax.tree.unflatten(
-                structure, [ocp.PLACEHOLDER if s is None else s for s in structs]
-            ),
-            restore_args=jax.tree.unflatten(structure, [_restore_args(s) for s in structs]),
-        )
-        restored = jax.tree.leaves(handler.restore(saved.item, args=args))
-    except RuntimeError:  # from the devices, such as out of memory
-        raise
-    except Exception as error:  # orbax has no exception class for unreadable data
-        raise cannot_be_read(saved.item, error) from error
-    finally:
-        handler.close()
-    by_path = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
-    return {path: user_leaf(x, wanted[path].shape) for path, x in by_path.items()}
+
+    def read_array(path: Path) -> tuple[jax.Array, Callable[[], int]]:
+        struct = state_tree.data_of(wanted[path])
+        reader = _Reader(saved, leaves[path], struct.dtype)
+        padded = padded_shape(struct.shape, struct.sharding)
+        x = from_shards(padded, struct.sharding, lambda shard: reader.read(shard, shard.box))
+        is_cast = leaves[path].dtype != struct.dtype
+        share = reader.share if is_cast else begin_share(user_leaf(x, struct.shape))
+        # Each process has all of an array that it does not share: process 0 counts it.
+        is_counted = jax.process_index() == 0 or not struct.sharding.is_fully_addressable
+        return x, share if is_counted else lambda: 0
+
+    largest = max((_shard_bytes(leaf, wanted[path]) for path, leaf in leaves.items()), default=1)
+    threads = max(_MIN_THREADS, min(_MAX_THREADS, _MAX_BYTES_IN_FLIGHT // largest))
+    with ThreadPoolExecutor(threads, "zerojax-restore") as pool:
+        read = dict(zip(leaves, pool.map(read_array, leaves), strict=True))
+    shares = {leaves[path].name: share() for path, (_, share) in read.items() if saved.record}
+    return {path: x for path, (x, _) in read.items()}, shares
 
 
-def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Returns the shape of an array at rest, padded so that its shards have equal sizes."""
-    shape, sharding = tuple(wanted.shape), wanted.sharding
-    if not isinstance(sharding, NamedSharding):
-        return shape
-    return layout.padded_shape(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
+class _Reader:
+    """Reads boxes of a saved array for one target.
 
-
-def _max_read_bytes(wanted: jax.ShapeDtypeStruct, about: object) -> int:
-    """Returns the maximum bytes read for one device: its shard, and the rest of the same chunks."""
-    storage = getattr(about, "storage", None)
-    chunk = (storage and storage.chunk_shape) or wanted.shape
-    shard = wanted.sharding.shard_shape(_padded(wanted))
-    sizes = [
-        s if s % c == 0 else c if c % s == 0 else s + 2 * c
-        for s, c in zip(shard, chunk, strict=False)
-    ]
-    return math.prod(sizes) * wanted.dtype.itemsize
-
-
-def _restore_args(wanted: jax.ShapeDtypeStruct | None) -> ocp.RestoreArgs:
-    if wanted is None:
-        return ocp.RestoreArgs()
-    padded = _padded(wanted)
-    if padded == wanted.shape:
-        return ocp.ArrayRestoreArgs(sharding=wanted.sharding)
-    # Orbax pads with zeros.
-    return ocp.ArrayRestoreArgs(sharding=wanted.sharding, global_shape=padded, strict=False)
-
-
-def _verify(
-    saved: SavedStep,
-    arrays: dict[SavedArray, jax.Array | StoredArray],
-    sound: Mapping[str, int],
-) -> None:
-    """Verifies the checksums of arrays; ``sound`` has those that the host has already computed.
-
-    Raises:
-      DamagedCheckpointError: an array differs from the saved one.
+    Args:
+      saved: The step.
+      leaf: The array.
+      dtype: The target's dtype; if it is another one, the host computes the checksum.
     """
-    if saved.record is None:
-        return
-    device_checksums = begin_checksums(
-        {leaf.name: x for leaf, x in arrays.items() if leaf.name not in sound}
-    )
-    _compare(saved, {**sound, **{name: finish_checksum(x) for name, x in device_checksums.items()}})
+
+    def __init__(self, saved: SavedStep, leaf: SavedArray, dtype: np.dtype) -> None:
+        self._saved, self._leaf, self._dtype = saved, leaf, dtype
+        self._shares: list[int] = []
+
+    def read(self, shard: StoredShard, box: Index, *, summed: bool = False) -> np.ndarray:
+        """Returns a box of a shard at rest, with zeros as its padding.
+
+        Args:
+          shard: The shard.
+          box: The indices in the array at rest.
+          summed: Whether to add the box to :meth:`share` even if its dtype is the target's.
+
+        Raises:
+          CheckpointError: numbers overflow in the target's dtype.
+          DamagedCheckpointError: the box cannot be read.
+        """
+        if (inside := meet(box, full_index(self._leaf.shape))) is None:
+            return np.zeros(shape_of(box), self._dtype)
+        values = self._saved.read(self._leaf.name, inside)
+        is_cast = values.dtype != self._dtype
+        if (summed or is_cast) and shard.owner == jax.process_index():
+            self._shares.append(checksum.share(values, [s.start for s in inside]))
+        return pad(self._cast(values) if is_cast else values, shape_of(box))
+
+    def share(self) -> int:
+        """Returns this process's share of the checksum, as far as the host has computed it."""
+        return sum(self._shares)
+
+    def _cast(self, values: np.ndarray) -> np.ndarray:
+        leaf, dtype = self._leaf, self._dtype
+        cast, overflows = narrowed(values, dtype)
+        if overflows.any():
+            x64 = ", with jax_enable_x64" if leaf.dtype.itemsize == 8 else ""
+            raise CheckpointError(
+                f"{self._saved.item}: {leaf.name} does not fit into {dtype}: restore it as "
+                f"{leaf.dtype}{x64}"
+            )
+        return cast
+
+
+def _shard_bytes(leaf: SavedArray, struct: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of a shard in the saved dtype."""
+    shard = struct.sharding.shard_shape(padded_shape(struct.shape, struct.sharding))
+    return math.prod(shard) * leaf.dtype.itemsize
 
 
 def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
@@ -353,98 +320,51 @@ def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
         )
 
 
-def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
-    """Computes the checksum of a saved array; its integers must fit the dtype that JAX has."""
-    total = 0
-    for start, block in saved.blocks(leaf.name):
-        total += share(block, start)
-        _check_fits(saved, leaf, block, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    return total % 2**32
-
-
-def _check_kind(path: Path, x: jax.Array | StoredArray, struct: jax.ShapeDtypeStruct) -> None:
+def _check_kind(saved: SavedStep, leaf: SavedArray, struct: jax.ShapeDtypeStruct) -> None:
     """Raises CheckpointError for PRNG keys of another kind, or where only one of both is keys."""
-    if x.dtype != struct.dtype and (is_key(x) or is_key(struct)):
+    data = state_tree.data_of(struct)
+    kind = saved.record.leaves[leaf.name].dtype if saved.record else str(leaf.dtype)
+    if saved.record is None and (data.shape, data.dtype) == (leaf.shape, leaf.dtype):
+        return  # plain orbax saves keys as their data
+    if kind != str(struct.dtype) and (is_key(struct) or kind.startswith("key<")):
         raise CheckpointError(
-            f"{'.'.join(path)} was saved as {x.dtype}, not {struct.dtype}: use one kind of keys"
+            f"{leaf.name} was saved as {kind}, not {struct.dtype}: use one kind of keys"
         )
 
 
-def _check_fits(
-    saved: SavedStep, leaf: SavedArray, block: np.ndarray | jax.Array, dtype: np.dtype
-) -> None:
-    """Raises CheckpointError if numbers of a block overflow in ``dtype``."""
-    with np.errstate(over="ignore"):
-        cast = block.astype(dtype)
-    if jnp.issubdtype(block.dtype, jnp.integer):
-        overflows = (cast.astype(block.dtype) != block) | ((cast < 0) != (block < 0))
-    elif jnp.finfo(dtype).max < jnp.finfo(block.dtype).max / 2:  # bfloat16 has float32's range
-        overflows = abs(cast) == np.inf
-        overflows &= abs(block) != np.inf
-    else:
-        return
-    if overflows.any():
-        x64 = ", with jax_enable_x64" if leaf.dtype.itemsize == 8 else ""
-        raise CheckpointError(
-            f"{saved.item}: {leaf.name} does not fit into {dtype}: restore it as {leaf.dtype}{x64}"
-        )
+def _user_array(x: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array | StoredArray:
+    """Returns an array at rest as the user sees it."""
+    if is_key(struct):
+        return jax.random.wrap_key_data(x, impl=state_tree.key_impl(struct))
+    return user_leaf(x, struct.shape)
 
 
-def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array | StoredArray:
-    dtype = wanted.leaves[path].dtype
-    return x if x.dtype == dtype else user_leaf(_cast(unwrap_stored(x), dtype), x.shape)
-
-
-def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if x.sharding.memory_kind != PINNED:
-        return x.astype(dtype)
-    shards = [  # cast on the host, where the array is stored
-        jax.device_put(np.asarray(shard.data).astype(dtype), shard.data.sharding)
-        for shard in x.addressable_shards
-    ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-
-
-def _to_disk(
-    saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero, name: str
-) -> dict[Path, DiskArray | StoredArray]:
+def _to_disk(local: _LocalArrays, zero: Zero, name: str) -> dict[Path, DiskArray | StoredArray]:
     """Restores the arrays that belong on a disk, by path; returns once all checksums match."""
-    disk_leaf = zero.states.placer.disk_leaf
+    disk_leaf, saved, leaves = zero.states.placer.disk_leaf, local.saved, local.on_disk
     targets = {
         path: disk_leaf(planned.path, planned.padded, struct.dtype, struct.sharding)
-        for path, planned in wanted.on_disk.items()
-        if path in leaves
-        for struct in [wanted.leaves[path]]
+        for path in leaves
+        for planned, struct in [(local.wanted.on_disk[path], local.wanted.leaves[path])]
     }
     if not targets:
         return {}
 
     def fill_targets() -> str:
-        shares = {
-            leaves[path].name: piecewise.fill(
-                target,
-                leaves[path].shape,
-                functools.partial(_read_box, saved, leaves[path], target.dtype),
-            )
-            for path, target in targets.items()
-        }
+        shares = {}
+        for path, target in targets.items():
+            reader = _Reader(saved, leaves[path], target.dtype)
+            piecewise.fill(target, functools.partial(reader.read, summed=True))
+            shares[leaves[path].name] = reader.share()
         return json.dumps(shares)
 
     _compare(saved, piecewise.sum_shares(gather_strings(name, fill_targets, LONGEST)))
     return {path: user_leaf(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 
-def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: object) -> np.ndarray:
-    """Reads a box of a saved array; its numbers must fit ``dtype``."""
-    values = saved.read(leaf.name, box)
-    _check_fits(saved, leaf, values, dtype)
-    return values
-
-
-def _fresh(
-    wanted: _Wanted, restored: Mapping[Path, object], local: _LocalArrays, zero: Zero
-) -> dict[Path, object]:
+def _fresh(restored: Mapping[Path, object], local: _LocalArrays, zero: Zero) -> dict[Path, object]:
     """Creates the arrays that a plain state, or a state of another precision, lacks."""
+    wanted = local.wanted
     step = restored[state_tree.STEP[local.form]] if local.form in state_tree.STEP else 0
     new = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
     values = {
@@ -460,6 +380,8 @@ def _fresh(
         if path in wanted.on_disk:
             fresh[path] = zero.states.placer.put(value, struct.sharding, wanted.on_disk[path])
         else:
-            at_rest = jax.device_put(pad(value, _padded(struct)), struct.sharding)
+            at_rest = jax.device_put(
+                pad(value, padded_shape(struct.shape, struct.sharding)), struct.sharding
+            )
             fresh[path] = user_leaf(at_rest, struct.shape)
     return fresh

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorstore
@@ -22,10 +23,8 @@ from zerojax.checkpoint.errors import (
     together,
 )
 from zerojax.checkpoint.record import LeafRecord, Record
-from zerojax.offload.disk.slices import grid
+from zerojax.offload.disk.slices import grid, results
 from zerojax.xla.types import PyTree
-
-R = TypeVar("R")
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")
@@ -106,7 +105,8 @@ class SavedArrays:
         return self._array(name, self._begin(name))
 
     def _array(self, name: str, opening: tensorstore.Future[tensorstore.TensorStore]) -> SavedArray:
-        store = self._result(name, opening)
+        with self._reading(name):
+            store = opening.result()
         return SavedArray(self._paths[name], name, tuple(store.shape), store.dtype.numpy_dtype)
 
     def arrays(self) -> Iterator[SavedArray]:
@@ -120,7 +120,8 @@ class SavedArrays:
         Raises:
           DamagedCheckpointError: the elements cannot be read.
         """
-        return self._result(name, self._open(name)[index].read())
+        with self._reading(name):
+            return np.asarray(self._open(name)[index].read().result())
 
     def blocks(
         self, name: str, most: int = _BLOCK_BYTES
@@ -137,18 +138,17 @@ class SavedArrays:
         is_uncompressed = (
             self._driver == "zarr" and not store.spec().to_json()["metadata"]["compressor"]
         )
-        chunk = None if is_uncompressed else store.chunk_layout.read_chunk.shape
-        sizes = _block(store.shape, chunk, store.dtype.numpy_dtype, most)
-        upcoming = None
-        for box in grid(store.shape, sizes):
-            current, upcoming = upcoming, (tuple(s.start for s in box), store[box].read())
-            if current:
-                yield current[0], self._result(name, current[1])
-        if upcoming:
-            yield upcoming[0], self._result(name, upcoming[1])
+        chunk = () if is_uncompressed else store.chunk_layout.read_chunk.shape
+        sizes = block_shape(store.shape, store.dtype.numpy_dtype.itemsize, most, chunk)
+        boxes = [*grid(store.shape, sizes)]
+        reads = (lambda box=box: store[box].read() for box in boxes)
+        with self._reading(name):
+            for box, values in zip(boxes, results(reads, 2), strict=True):
+                yield tuple(s.start for s in box), values
 
     def _open(self, name: str) -> Any:
-        return self._result(name, self._begin(name))
+        with self._reading(name):
+            return self._begin(name).result()
 
     def _begin(self, name: str) -> tensorstore.Future[tensorstore.TensorStore]:
         kvstore: dict[str, Any] = steps_folder.kvstore(self.item)
@@ -161,16 +161,11 @@ class SavedArrays:
             "kvstore": kvstore,
             "fill_missing_data_reads": not self._filled,
         }
-        return self._tried(
-            name, lambda: tensorstore.open(spec, open=True, read=True, context=self._context)
-        )
+        with self._reading(name):
+            return tensorstore.open(spec, open=True, read=True, context=self._context)
 
-    def _result(self, name: str, future: tensorstore.Future[R]) -> R:
-        return self._tried(name, future.result)
-
-    def _tried(self, name: str, act: Callable[[], R]) -> R:
-        with reading(f"{self.item}: {name:.200}", (*UNREADABLE, NotImplementedError)):
-            return act()
+    def _reading(self, name: str) -> AbstractContextManager[None]:
+        return reading(f"{self.item}: {name:.200}", (*UNREADABLE, NotImplementedError))
 
 
 class SavedStep(SavedArrays):
@@ -350,12 +345,19 @@ def contents(folder: epath.Path) -> str:
     return f"it holds {', '.join(names[:5])}{more}"
 
 
-def _block(
-    shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtype, most: int
+def block_shape(
+    shape: Sequence[int], itemsize: int, most: int, chunk: Sequence[int] = ()
 ) -> list[int]:
-    """Returns the shape of a block to read: complete chunks, if ``chunk`` is not None."""
-    sizes = [max(1, min(n, c or 1)) for n, c in zip(shape, chunk or (1,) * len(shape), strict=True)]
+    """Returns the shape of a block of at most ``most`` bytes that is contiguous in an array.
+
+    Args:
+      shape: The shape of the array.
+      itemsize: The bytes of an element.
+      most: The maximum bytes of the block; a chunk may be larger.
+      chunk: The shape of chunks of which the block must consist; empty for elements.
+    """
+    sizes = [max(1, min(n, c)) for n, c in zip(shape, chunk or (1,) * len(shape), strict=True)]
     for d in reversed(range(len(shape))):
-        room = most // (math.prod(sizes) * dtype.itemsize)
+        room = most // (math.prod(sizes) * itemsize)
         sizes[d] = max(1, min(shape[d], sizes[d] * max(1, room)))
     return sizes

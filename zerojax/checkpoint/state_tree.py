@@ -15,9 +15,8 @@ from flax import nnx
 
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.train_state.linen import is_train_state
-from zerojax.train_state.nnx import MODEL, has_one_optimizer, ordered
+from zerojax.train_state.nnx import has_one_optimizer, ordered
 from zerojax.train_state.pytree import is_array
-from zerojax.train_state.state_parts import Parts
 from zerojax.xla.types import PyTree, Shaped
 
 Path = tuple[str, ...]
@@ -70,25 +69,6 @@ def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
     }
 
 
-def paths_of(parts: Parts, form: Form) -> list[Path]:
-    """Returns the path on disk of each array of an opened state, in the order of its leaves."""
-    prefixes: dict[str, Path] = {name: (name,) for name in parts.rest}
-    if form == "nnx":
-        prefixes[MODEL] = PARAMS[form]
-    opt_state: ZeroOptState = parts.opt_state
-    return [
-        *below(PARAMS[form], parts.params),
-        *below(OPTIMIZER[form], opt_state.inner),
-        *below(NUMBERS[form], opt_state.with_inner(None)),
-        *below(STEP[form], parts.step),
-        *(
-            path
-            for name, value in sorted(parts.rest.items())
-            for path in below(prefixes[name], value)
-        ),
-    ]
-
-
 def below(prefix: Path, tree: PyTree) -> list[Path]:
     """Returns the paths of a tree's arrays under ``prefix``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -113,3 +93,18 @@ def strings(keys: Iterable[object]) -> Path:
 def is_key(x: Shaped) -> bool:
     """Returns whether an array, abstract or not, holds PRNG keys."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def data_of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the form in which an array is on disk, which for PRNG keys is that of their data."""
+    if not is_key(x):
+        return x
+    data = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+
+
+def key_impl(x: jax.ShapeDtypeStruct) -> str:
+    """Returns the name of the implementation of abstract PRNG keys."""
+    names: list[str] = []
+    jax.eval_shape(lambda keys: names.append(str(jax.random.key_impl(keys))), x)
+    return names[0]

@@ -11,7 +11,6 @@ import os
 import pathlib
 import socket
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,7 +56,6 @@ class Writer:
         self._step: int | None = None
         self._saving: Future[None] | None = None
         self._background = ThreadPoolExecutor(1, "zerojax-save")
-        self._sweeper: threading.Thread | None = None
         self._piecewise = PiecewiseHandler()
         # Trained floats hardly compress, and compression would take most of the save's time.
         self._handler = ocp.PyTreeCheckpointHandler(
@@ -80,9 +78,11 @@ class Writer:
             (folder / saved.STATE).mkdir(parents=True)
 
     def discard(self, pending: PendingSave) -> None:
-        """Removes the folder that :meth:`make` created."""
-        if jax.process_index() == 0:
-            steps_folder.discard(steps_folder.under_way(self._directory, pending.step))
+        """Removes what process 0 and the others wrote of an unfinished step, in process 0."""
+        if jax.process_index() == 0 and pending.step not in steps_folder.folders(self._directory):
+            # Orbax stops at the first error, but writes that it has begun still create files.
+            folder = steps_folder.under_way(self._directory, pending.step)
+            steps_folder.discard(folder, pauses=(0.01, 0.1, 1.0, 4.0))
 
     def begin(self, pending: PendingSave) -> None:
         """Begins to write a step into the folder that process 0 created.
@@ -93,48 +93,50 @@ class Writer:
           CheckpointError: see :meth:`settle`.
         """
         # A removal is slow, so it runs concurrently with the write.
-        self._sweeper = threading.Thread(target=self._sweep, daemon=True)
-        self._sweeper.start()
+        self._background.submit(self._sweep)
         self._step = pending.step
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
         args = ocp.args.PyTreeSave(pending.tree, save_args=save_args, custom_metadata=records.MARK)
         writes: list[object] = []
+        error: Exception | None = None
         try:
             pending.begin_checksums()
             folder = steps_folder.under_way(self._directory, pending.step)
             state = folder / saved.STATE
             writes += _completed(lambda: self._handler.async_save(state, args=args)) or []
-            self._piecewise.wait()
+            if pending.has_disk_arrays:  # which the next step overwrites
+                wait_for(writes)
             pending.write_extra(folder)
-            status = ""
-        except Exception as error:
-            writes.append(_failed(error))
-            status = "failed"
-        pending.release()
-        self._saving = self._background.submit(self._finish, pending, writes)
-        if any(gather_strings(self._name, lambda: status)):
+        except Exception as raised:
+            error = raised
+        pending.tree = None
+        self._saving = self._background.submit(self._finish, pending, writes, error)
+        if any(gather_strings(self._name, lambda: "failed" if error else "")):
             self.settle()
 
-    def _finish(self, pending: PendingSave, writing: list[object]) -> None:
+    def _finish(self, pending: PendingSave, writes: list[object], error: Exception | None) -> None:
         """Waits for the arrays of all processes, then gives the step its final name."""
         name = f"{self._name}: the end of a save"
 
         def await_writes() -> str:
-            wait_for(writing)
-            return json.dumps(self._piecewise.shares)
+            shares = pending.shares()
+            wait_for(writes)
+            if error:
+                raise error
+            return json.dumps(self._piecewise.shares | shares)
 
         try:
             sums = sum_shares(gather_strings(name, await_writes, LONGEST))
             call_on_first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
             with contextlib.suppress(CheckpointError):  # raised if a process is gone
-                call_on_first(name, lambda: self._discard(pending), 30.0)
+                call_on_first(name, lambda: self.discard(pending), 30.0)
             raise
 
-    def _commit(self, pending: PendingSave, on_disk: Mapping[str, int]) -> None:
+    def _commit(self, pending: PendingSave, sums: Mapping[str, int]) -> None:
         folder = steps_folder.under_way(self._directory, pending.step)
         self._handler.finalize(folder / saved.STATE)
-        pending.finish(folder, on_disk)
+        pending.finish(folder, sums)
         steps_folder.complete(folder, pending.step)
         folders = steps_folder.folders(self._directory)
         if pending.step not in folders:
@@ -142,12 +144,6 @@ class Writer:
         with contextlib.suppress(OSError):  # the next save tries again
             for step in self._retention.expired(folders):
                 steps_folder.remove(self._directory, step)
-
-    def _discard(self, pending: PendingSave) -> None:
-        if pending.step not in steps_folder.folders(self._directory):
-            # Orbax stops at the first error, but writes that it has begun still create files.
-            folder = steps_folder.under_way(self._directory, pending.step)
-            steps_folder.discard(folder, pauses=(0.01, 0.1, 1.0, 4.0))
 
     def settle(self, *, swept: bool = False) -> None:
         """Waits until the step that was begun is complete in all processes.
@@ -169,9 +165,8 @@ class Writer:
             raise CheckpointError(
                 f"step {step} was not saved in {self._directory} ({last_good}): {reason(error)}"
             ) from error
-        if swept and self._sweeper:
-            self._sweeper.join()
-            self._sweep()
+        if swept:
+            self._background.submit(self._sweep).result()
 
     def _last_good(self) -> str:
         try:
@@ -212,12 +207,6 @@ def _completed(begin: Callable[[], Coroutine[object, object, _T]]) -> _T:
         return asyncio.run(begin())
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(begin())).result()
-
-
-def _failed(error: Exception) -> Future[None]:
-    future: Future[None] = Future()
-    future.set_exception(error)
-    return future
 
 
 def wait_for(writing: Iterable[Any]) -> None:

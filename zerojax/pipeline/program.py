@@ -109,7 +109,7 @@ class Pipeline:
         if not found:
             raise ValueError(
                 f"{self._name} has no loop over layers for {self._schedule.stages} pipeline "
-                "stages: use flax.linen.scan, nnx.scan or jax.lax.scan (zerojax.weights.stacked)"
+                "stages: use flax.linen.scan, nnx.scan or jax.lax.scan, with stacked parameters"
             )
         return found
 

@@ -7,11 +7,8 @@ or files come out, and the host holds one shard at a time. In reading order:
   elements of a parameter. `tree`: a model's arrays by path.
 - `loader`, `reader`: parameters from files. `saver`, `writer`: files from parameters. Both use
   `shards` (devices to host and back), `strides` (blocks within a file) and `cast`.
-- `blocks`: the parameters of separate blocks as stacks, and back.
 """
 
-from zerojax.weights.blocks import stacked as stacked
-from zerojax.weights.blocks import unstacked as unstacked
 from zerojax.weights.loader import load as load
 from zerojax.weights.names import Names as Names
 from zerojax.weights.names import Tensor as Tensor

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from zerojax.distributed import log
-from zerojax.plan import layout
 from zerojax.plan.stored import unwrap_stored, user_leaf
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
 from zerojax.weights.reader import FileTensor, open_tensors
-from zerojax.weights.shards import clipped, from_shards, zeros
+from zerojax.weights.shards import from_shards, padded_shape, zeros
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
 from zerojax.xla.types import PyTree, Shaped
@@ -69,7 +68,9 @@ def load(
     """
     opened, names = open_tree(like), Names.of(names)
     linked = link(names, {path: tuple(x.shape) for path, x in opened.leaves.items()})
-    dtypes = {path: _dtype(opened.leaves[path]) for path in linked.links}
+    dtypes = {
+        path: jax.dtypes.canonicalize_dtype(opened.leaves[path].dtype) for path in linked.links
+    }
     with open_tensors(folder) as tensors:
         sources = fit(str(folder), names, linked, tensors, dtypes)
         _log_casts(str(folder), linked, sources, dtypes)
@@ -144,17 +145,14 @@ def _mismatch(
         if tensor.shape == tuple(needed)[::-1]:
             remedy = ': write the arrangement "o i -> i o", or remove it'
         return [f"{name} is {[*tensor.shape]}, the model needs {[*needed]}{remedy} (for {path})"]
-    are_floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
+    dtypes = (tensor.dtype, dtype)
+    are_floats = all(x is not None and jnp.issubdtype(x, jnp.floating) for x in dtypes)
     if are_floats or tensor.dtype == dtype:
         return []
     return [
         f"{name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} {dtype.name}: save "
         "floats, the only dtypes that are cast"
     ]
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _check_copy(copy: FileTensor, tensor: FileTensor) -> None:
@@ -189,23 +187,16 @@ def _log_casts(
         log.warning("%s: %s, the dtype of `like`.", source, summary)
 
 
-def _dtype(leaf: Shaped) -> np.dtype:
-    dtype: np.dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return dtype
-
-
 def _array(
     leaf: Shaped, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, FileTensor]
 ) -> object:
     """Builds a parameter; reads each distinct shard for the devices that store it."""
-    shape = tuple(leaf.shape)
 
     def read(bounds: Bounds) -> np.ndarray:
-        inside = clipped(bounds, shape)
         shard = zeros(tuple(b - a for a, b in bounds), dtype)
         for part in links:
-            for box in part.boxes(inside):
-                sources[part.tensor].read(box.view(shard, bounds), box.offset, box.strides)
+            if block := part.block(shard, bounds):
+                sources[part.tensor].read(*block)
         return shard
 
     return placed(leaf, read)
@@ -218,11 +209,11 @@ def placed(leaf: Shaped, read: Callable[[Bounds], np.ndarray]) -> object:
       leaf: The array's shape and sharding.
       read: Returns the elements within bounds, zeros where they are padding.
     """
-    shape, sharding = tuple(leaf.shape), getattr(unwrap_stored(leaf), "sharding", None)
+    sharding = getattr(unwrap_stored(leaf), "sharding", None)
     assert sharding is None or isinstance(sharding, Sharding)
-    padded_shape = shape
-    if isinstance(sharding, NamedSharding):
-        padded_shape = layout.padded_shape(
-            shape, layout.full(sharding.spec, len(shape)), sharding.mesh
-        )
-    return user_leaf(from_shards(padded_shape, sharding, read), shape)
+    at_rest = from_shards(
+        padded_shape(leaf.shape, sharding),
+        sharding,
+        lambda shard: read(tuple((s.start, s.stop) for s in shard.box)),
+    )
+    return user_leaf(at_rest, leaf.shape)

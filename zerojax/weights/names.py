@@ -45,14 +45,12 @@ class Tensor:
       parts: The values of such an axis, in order: ``{"part": ["query", "key", "value"]}``; if their
         lengths differ, with the length of each: ``{"part": {"q": 4096, "k": 1024}}``. The default
         values are 0, 1, 2 ...
-      sizes: Lengths of axes that the parameter's shape does not show.
       tied: Whether another parameter uses the same elements; ``save`` compares the two.
     """
 
     name: str
     arrangement: str = "... -> ..."
     parts: Parts = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
     tied: bool = False
 
 
@@ -143,7 +141,7 @@ def link(
             if rule is None:
                 continue
             arrangement = Arrangement.parse(rule.arrangement)
-            found = arrangement.links(rule.name, given, shape, rule.parts, rule.sizes)
+            found = arrangement.links(rule.name, given, shape, rule.parts)
             links[path] = tuple(found)
         except LookupError:
             problems.append(f"{path} {[*shape]} has no name{_near(path, names.tensors)}")

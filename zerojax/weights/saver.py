@@ -117,8 +117,8 @@ def write(
     """Writes the slice ``values`` of a parameter, which is within ``bounds``, to its tensors."""
     values = cast(values, dtype, path)
     for part in links:
-        for box in part.boxes(bounds):
-            put(part.tensor, box.view(values, bounds), box.offset, box.strides)
+        if block := part.block(values, bounds):
+            put(part.tensor, *block)
 
 
 def config_files(config: Mapping[str, object] | Path) -> dict[str, str]:
@@ -181,8 +181,10 @@ def _assemble(links: Sequence[tuple[str, Link]], parameter: Callable[[str], Shap
     flat = tensor.reshape(-1)
     for path, part in links:
         for bounds, shard in to_host(parameter(path)):
-            for box in part.boxes(bounds):
-                strides = [stride * flat.itemsize for stride in box.strides]
-                view = np.lib.stride_tricks.as_strided(flat[box.offset :], box.shape, strides)
-                view[...] = box.view(shard, bounds)
+            if block := part.block(shard, bounds):
+                values, offset, strides = block
+                byte_strides = [stride * flat.itemsize for stride in strides]
+                np.lib.stride_tricks.as_strided(flat[offset:], values.shape, byte_strides)[...] = (
+                    values
+                )
     return tensor

@@ -3,7 +3,7 @@
 >>> from jax.sharding import SingleDeviceSharding
 >>> rows = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 >>> sharding = SingleDeviceSharding(jax.devices()[0])
->>> array = from_shards((3, 2), sharding, lambda bounds: rows[*(slice(*b) for b in bounds)])
+>>> array = from_shards((3, 2), sharding, lambda shard: rows[shard.box])
 >>> [(bounds, shard.tolist()) for bounds, shard in to_host(array)]
 [(((0, 3), (0, 2)), [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])]
 """
@@ -11,24 +11,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from types import EllipsisType
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from zerojax.offload.disk.array import DiskArray
-from zerojax.plan.stored import unwrap_stored
+from zerojax.offload.disk.slices import StoredShard, full_index, stored_shards
+from zerojax.plan import layout
+from zerojax.plan.stored import unpad, unwrap_stored
 from zerojax.weights.arrangement import Bounds
 
 _ALIGNMENT = 64
 
 
 def from_shards(
-    shape: tuple[int, ...], sharding: Sharding | None, read: Callable[[Bounds], np.ndarray]
+    shape: tuple[int, ...],
+    sharding: Sharding | None,
+    read: Callable[[StoredShard], np.ndarray],
 ) -> jax.Array:
     """Creates an array from shards that are read one after the other, each once for its devices.
 
@@ -37,26 +40,31 @@ def from_shards(
     Args:
       shape: The shape of the global array.
       sharding: The sharding of the array; None for JAX's default device.
-      read: Returns the shard within the bounds it is passed.
+      read: Returns the values of a shard.
     """
     if sharding is None:
-        return jnp.asarray(read(tuple((0, n) for n in shape)))
-    holders: dict[Bounds, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        holders.setdefault(_bounds(index, shape), []).append(device)
+        return jnp.asarray(read(StoredShard(full_index(shape), (), jax.process_index())))
     arrays: list[jax.Array] = []
-    for bounds, devices in holders.items():
-        arrays += _put(read(bounds), devices, sharding.memory_kind)
+    for shard in stored_shards(sharding, shape):
+        values = read(shard)
+        # The copies refer to the values: wait, so that the host holds one shard at a time.
+        arrays += jax.block_until_ready(
+            [
+                jax.device_put(
+                    values, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+                )
+                for device in shard.devices
+            ]
+        )
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _put(shard: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
-    shardings = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
-    # The copies keep a reference to the shard: wait, so that the host holds one shard at a time.
-    return cast(
-        "list[jax.Array]",
-        jax.block_until_ready([jax.device_put(shard, sharding) for sharding in shardings]),
-    )
+def padded_shape(shape: Sequence[int], sharding: Sharding | None) -> tuple[int, ...]:
+    """Returns the shape of an array at rest, padded so that its shards have equal sizes."""
+    shape = tuple(shape)
+    if not isinstance(sharding, NamedSharding):
+        return shape
+    return layout.padded_shape(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -84,25 +92,15 @@ def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
     if not isinstance(at_rest, jax.Array):
         yield tuple((0, n) for n in shape), np.asarray(at_rest)
         return
-    seen = set()
     for shard in at_rest.addressable_shards:
-        bounds = clipped(_bounds(shard.index, at_rest.shape), shape)
-        if bounds not in seen:
-            seen.add(bounds)
-            values = np.asarray(shard.data.copy())
-            unpadded: tuple[slice | EllipsisType, ...] = (
-                *(slice(stop - start) for start, stop in bounds),
-                ...,
-            )
-            yield bounds, values[unpadded]
+        if shard.replica_id == 0:
+            pairs = zip(shard.index, at_rest.shape, strict=True)
+            bounds = clipped(tuple(each.indices(n)[:2] for each, n in pairs), shape)
+            inside = tuple(stop - start for start, stop in bounds)
+            yield bounds, np.asarray(unpad(np.asarray(shard.data.copy()), inside))
 
 
 def clipped(bounds: Bounds, shape: tuple[int, ...]) -> Bounds:
     """Clips bounds in a padded array to the array without padding."""
     pairs = ((min(start, n), min(stop, n)) for (start, stop), n in zip(bounds, shape, strict=True))
     return tuple(pairs)
-
-
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    assert index is not None
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))

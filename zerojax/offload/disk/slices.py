@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 
 from zerojax.offload.disk.store import Data
 
@@ -105,7 +105,7 @@ class StoredShard(NamedTuple):
     owner: int
 
 
-def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[StoredShard, ...]:
+def stored_shards(sharding: Sharding, shape: tuple[int, ...]) -> tuple[StoredShard, ...]:
     """Returns the distinct shards of this process, in the order of their indices."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():

@@ -15,6 +15,7 @@ from jaxprs import Move, Spec, gathers, primitives, scatters
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
+from zerojax.collectives.gathering import Thresholds
 from zerojax.trace.marks import GRADIENT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -26,9 +27,16 @@ N = 16
 class Inserted:
     """``function(params, *others)`` with its parameters sharded; ``params`` is a list."""
 
-    def __init__(self, function: Callable[..., Any], specs: Sequence[Spec], *, keep: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        specs: Sequence[Spec],
+        *,
+        keep: bool,
+        thresholds: Thresholds | None = None,
+    ) -> None:
         self.function, self.specs = function, specs
-        self.inserter = Inserter(MESH, "data", keep=keep)
+        self.inserter = Inserter(MESH, "data", keep=keep, thresholds=thresholds)
 
     def __call__(self, params: list[jax.Array], *others: Any) -> Any:
         closed, shape = jax.make_jaxpr(self.function, return_shape=True)(params, *others)
@@ -177,18 +185,43 @@ def test_gathered_again_in_the_backward_pass() -> None:
     assert kept.count((N, N)) == 2
 
 
-def test_a_second_use_gathers_anew_and_waits() -> None:
+def twice(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params[0]) @ params[0]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_one_gather_serves_all_uses_of_a_pass(keep: bool) -> None:
+    jaxpr = Inserted(twice, [ROWS], keep=keep).jaxpr([W], X)
+    assert len(gathers(jaxpr)) == 1
+    assert "optimization_barrier" not in primitives(jaxpr)
+
+
+def test_the_backward_pass_gathers_anew_and_waits() -> None:
     """Without the barrier XLA would merge the two gathers and keep the result between."""
 
-    def twice(params: Any, x: Any) -> Any:
-        return jnp.tanh(x @ params[0]) @ params[0]
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(twice(params, x))
 
-    jaxpr = Inserted(twice, [ROWS], keep=False).jaxpr([W], X)
+    jaxpr = Inserted(jax.grad(loss), [ROWS], keep=False).jaxpr([W], X)
     assert len(gathers(jaxpr)) == 2
     assert primitives(jaxpr).count("optimization_barrier") == 1
-    kept = Inserted(twice, [ROWS], keep=True).jaxpr([W], X)
-    assert len(gathers(kept)) == 1
+    kept = Inserted(jax.grad(loss), [ROWS], keep=True).jaxpr([W], X)
     assert "optimization_barrier" not in primitives(kept)
+
+
+def test_several_matrices_stay_unsharded_up_to_a_limit() -> None:
+    """One of three does; the second would exceed the limit."""
+
+    def thrice(params: Any, x: Any) -> Any:
+        for _ in range(3):
+            for w in params:
+                x = jnp.tanh(x @ w)
+        return x
+
+    jaxpr = Inserted(thrice, [ROWS] * 3, keep=False, thresholds=Thresholds(ahead=N * N)).jaxpr(
+        [W] * 3, X
+    )
+    assert len(gathers(jaxpr)) == 1 + 2 * 3
 
 
 def test_gathered_in_advance_is_not_gathered_again() -> None:
@@ -244,10 +277,9 @@ def test_one_gather_an_iteration_serves_both_uses() -> None:
 
 
 def test_one_gather_serves_a_rematerialised_block() -> None:
-    """Run again for the backward pass it gathers its matrix once, for three uses. Forward it is
-    no block yet, and each of two uses gathers."""
+    """Run again for the backward pass it gathers its matrix once, for three uses."""
     found = [move.shape for move in gathers(inserted("remat", grad=True))]
-    forward, backward, second = 2, 1, 2
+    forward, backward, second = 1, 1, 2
     assert found.count((N, N)) == forward + backward + second
 
 

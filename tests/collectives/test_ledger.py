@@ -109,7 +109,7 @@ def test_a_decision_has_the_innermost_place_and_the_runs_of_all_loops(ledger: Le
     assert [(x.where, x.reason, x.times, x.exact) for x in ledger.decisions] == [
         (decisions.PREFETCHED, "inner", 15, True),
         (decisions.LOOP, "outer", 3, False),
-        (decisions.USE, "gathered at each use, not kept", 1, True),
+        (decisions.USE, "gathered once a pass, not kept", 1, True),
     ]
 
 

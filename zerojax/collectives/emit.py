@@ -46,7 +46,7 @@ from zerojax.collectives.shard import (
 )
 from zerojax.collectives.uses import Kind
 from zerojax.devices.mesh import batch_devices, sequence_size
-from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS
+from zerojax.graph.primitives import BRANCHES, CAST, ELEMENTWISE, LABELS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent
@@ -150,6 +150,8 @@ class Emitter(Scans):
         """Runs an equation on which something was decided: replaces marks, enters calls and loops,
         fetches operands from host memory, and reduces the results that are gradients."""
         eqn, name = at.eqn, at.eqn.primitive.name
+        if not scope.share and any(isinstance(v, Shard) for v in values):
+            scope.emitted.begin_pass(is_backward=jaxprs.is_backward(eqn))
         if (mark := marks.name_of(eqn)) in scope.replace:
             return self.emit(at, lambda: [scope.replace[mark](*values)])
         if eqn.primitive in jaxprs.CALLS:
@@ -212,7 +214,7 @@ class Emitter(Scans):
         if kind is Kind.REDUCED:
             return self.bind(eqn, [plain(v) for v in values])
         if kind is Kind.ON_SHARDS:
-            return self._on_shards(eqn, values, at.use.spec)
+            return self._moved(eqn, values, at.use.spec, scope)
         if kind is Kind.UNCHANGED:
             if eqn.primitive.name != "optimization_barrier":
                 return values
@@ -224,10 +226,25 @@ class Emitter(Scans):
         if (sends := at.use.sends) is not None:
             return self.emit(at, lambda: [sends.run(values, self, scope)])
         results = self.bind(eqn, self.gather_all(values, scope))
-        if scope.window is not None and kind is not Kind.KEPT:
+        if scope.window is not None:
             shards = [v for v in values if isinstance(v, Shard)]
             scope.window.used(shards, results, [scope.row_dims.dims(v) for v in eqn.outvars])
         return results
+
+    def _moved(self, eqn: Equation, values: Values, spec: Spec, scope: Scope) -> list[Shard]:
+        """Runs an equation on shards. An equation that repeats an earlier cast or change of layout
+        returns the same shard, and one on a parameter that was gathered is repeated on the
+        unsharded array: a table that was looked up before its transpose is multiplied."""
+        emitted, name = scope.emitted, eqn.primitive.name
+        if len(eqn.invars) > 1 or not (propagate.follows(eqn) or name == CAST):
+            return self._on_shards(eqn, values, spec)
+        key = id(values[0]), name, str(eqn.params)
+        if key not in emitted.moved:
+            (out,) = self._on_shards(eqn, values, spec)
+            emitted.moved[key] = values[0], out
+            if (copy := emitted.copy_of(values[0])) is not None:
+                emitted.gathered[id(out)] = out, self.bind(eqn, [copy])[0]
+        return [emitted.moved[key][1]]
 
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
@@ -252,6 +269,10 @@ class Emitter(Scans):
         eqn, called = at.eqn, jaxprs.called_jaxpr(at.eqn)
         if eqn.primitive is not prims.remat_p:
             return self.within(at, 0, called, values, scope, at.wants)
+        inner = scope.inner(scope.row_sums)
+        given = values
+        if not scope.share:
+            values = [self._reused(v, scope) for v in values]
         if self.keep or not scope.share:
             # Otherwise, in a loop at stage 3, a parameter gathered for one iteration stays a Shard,
             # whose shape shows which values may be gradients.
@@ -260,7 +281,12 @@ class Emitter(Scans):
         # one before anyway.
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
-        outs = self.within(at, 0, called, values, scope.inner(scope.row_sums), at.wants)
+        outs = self.within(at, 0, called, values, inner, at.wants)
+        if not scope.share:
+            # A later block of the pass that uses the same parameter need not gather it.
+            for v, used in zip(given, values, strict=True):
+                if isinstance(used, Shard) and (copy := inner.emitted.copy_of(used)) is not None:
+                    scope.emitted.gathered[id(v)] = v, copy
         gradients = [
             ReducedGradient(plain(o), spec)
             for o, spec in zip(outs, at.wants, strict=True)
@@ -268,6 +294,14 @@ class Emitter(Scans):
         ]
         self.emit(at, lambda: scope.emitted.reduced.append(gradients))
         return outs
+
+    def _reused(self, v: Value, scope: Scope) -> Value:
+        """Returns a shard with its unsharded array if an earlier use of the pass has gathered it;
+        other values unchanged."""
+        if not isinstance(v, Shard) or v.gathered is not None:
+            return v
+        copy = scope.emitted.reuse(v, self.thresholds.ahead)
+        return v if copy is None else v.with_copy(copy)
 
     def _in_turn(self, values: Values, scope: Scope) -> list[Value]:
         """Holds a block of the backward pass back until its cotangents exist, as ``jax.checkpoint``

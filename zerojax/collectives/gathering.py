@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Self, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,18 @@ class Thresholds:
     away: int | None = None
 
 
+class Pass(NamedTuple):
+    """A forward or a backward pass.
+
+    Attributes:
+      is_backward: Whether it is a backward pass.
+      reused: By ``id`` of a shard whose unsharded array serves several uses of the pass, its size.
+    """
+
+    is_backward: bool
+    reused: Mapping[int, int]
+
+
 @dataclass(eq=False)
 class Emitted:
     """Arrays that later equations of a scope share, or wait for.
@@ -80,6 +92,9 @@ class Emitted:
       all_rows: The activations that products with sharded weights gathered, oldest first.
       reduced: The gradients of each block of the backward pass, in order.
       cotangent: The cotangent of the last block of the backward pass that was held back.
+      current: The pass to which the last use of a shard belongs.
+      moved: By ``id`` of a shard and by the equation that casts it or changes its layout, the shard
+        and the result.
     """
 
     gathered: dict[int, tuple[Shard, jax.Array | Shard | None]] = field(default_factory=dict)
@@ -88,6 +103,30 @@ class Emitted:
     all_rows: AllRows = field(default_factory=dict)
     reduced: list[list[ReducedGradient]] = field(default_factory=list)
     cotangent: jax.Array | None = None
+    current: Pass = field(default_factory=lambda: Pass(False, {}))
+    moved: dict[tuple[int, str, str], tuple[Shard, Shard]] = field(default_factory=dict)
+
+    def begin_pass(self, *, is_backward: bool) -> None:
+        """Drops the unsharded arrays at the border between a forward and a backward pass."""
+        if is_backward != self.current.is_backward:
+            self.current = Pass(is_backward, {})
+            self.gathered = {
+                key: (shard, kept if isinstance(kept, Shard) else None)
+                for key, (shard, kept) in self.gathered.items()
+            }
+
+    def reuse(self, shard: Shard, most: int) -> jax.Array | None:
+        """Returns the unsharded array of a shard for a further use in the same pass; None if it was
+        not gathered in the pass, or if several arrays of more than ``most`` elements would stay
+        unsharded."""
+        copy = self.copy_of(shard)
+        if copy is None:
+            return None
+        reused = {**self.current.reused, id(shard): copy.size}
+        if len(reused) > 1 and sum(reused.values()) > most:
+            return None
+        self.current = self.current._replace(reused=reused)
+        return copy
 
     def copy_of(self, shard: Shard) -> jax.Array | None:
         """Returns the unsharded array of a shard that was gathered in the scope and kept."""
@@ -322,7 +361,7 @@ class Gatherer:
     def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
         """Returns one parameter unsharded, for a use beside the operands ``rest``.
 
-        In a scope that shares gathers, each parameter is gathered once."""
+        In a scope that shares gathers, each parameter is gathered once; elsewhere once a pass."""
         emitted = scope.emitted
         shard = emitted.as_filled(shard)
         if shard.unsharded is not None:
@@ -330,11 +369,13 @@ class Gatherer:
         gathering = shard.gathering
         if gathering.narrow is not None:  # half the bytes, or less
             return gathering.narrow.widen(self.gather(gathering.narrow.shard, scope, rest))
-        if (copy := emitted.copy_of(shard)) is not None:
+        copy = (
+            emitted.copy_of(shard) if scope.share else emitted.reuse(shard, self.thresholds.ahead)
+        )
+        if copy is not None:
             return copy
         unsharded = self.send(shard, scope, rest)
-        if scope.share:
-            emitted.gathered[id(shard)] = shard, unsharded
+        emitted.gathered[id(shard)] = shard, unsharded
         return unsharded
 
     def send(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
@@ -349,7 +390,6 @@ class Gatherer:
                 # XLA would merge this gather with that of the earlier use, and keep the result in
                 # between: for a parameter of the forward pass, until the backward pass.
                 value, _ = lax.optimization_barrier((value, emitted.token))
-            emitted.gathered[id(shard)] = shard, None
             emitted.token = next(
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), emitted.token
             )

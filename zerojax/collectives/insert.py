@@ -50,7 +50,7 @@ from zerojax.collectives.shard import (
     HostStack,
     Shard,
 )
-from zerojax.collectives.uses import Kind, Use, use_of
+from zerojax.collectives.uses import Kind, use_of
 from zerojax.distributed import log
 from zerojax.graph.primitives import LABELS
 from zerojax.graph.rows import RowDimensions
@@ -174,8 +174,7 @@ class Decider(Emitter):
         return shard.value
 
     def use(self, at: EquationDecisions, values: Values, scope: Scope) -> Values:
-        eqn, name = at.eqn, at.eqn.primitive.name
-        first = next(v for v in values if isinstance(v, Shard))
+        eqn = at.eqn
         specs = [v.spec if isinstance(v, Shard) else None for v in values]
         # A value that a lane computes from a parameter and its own rows is not a shard.
         only_shards = not any(
@@ -183,9 +182,6 @@ class Decider(Emitter):
         )
         mixes = only_shards or not self.lanes_on_axis
         at.use = use_of(eqn, specs, self.mesh, self.axis, mixes=mixes)
-        is_tied = self.share and not self.keep and scope.emitted.copy_of(first) is not None
-        if is_tied and (name in propagate.FORWARD or name in propagate.TAKES):
-            at.use = Use(Kind.KEPT)  # a tied embedding's head
         if at.use.kind is Kind.UNSHARDED:
             finders = lookups.find_lookup, sharded_products.of_weight
             found = (find(eqn, values, self, scope) for find in finders)

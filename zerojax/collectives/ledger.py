@@ -39,7 +39,7 @@ T = TypeVar("T")
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
 """Function from an equation and its operands to its results."""
 
-_GATHERED = "gathered at each use, not kept"
+_GATHERED = "gathered once a pass, not kept"
 _REDUCED = "reduced where the gradient is produced"
 
 

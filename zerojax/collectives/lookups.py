@@ -66,9 +66,9 @@ class TableLookup(NamedTuple):
             if emitted.rows is not None:
                 value, _ = lax.optimization_barrier((stored.value, emitted.rows))
                 delayed = stored.with_value(value)
-            unsharded = gatherer.gather(delayed, scope, indices).astype(dtype)
-            emitted.gathered[id(table)] = table, None
-            (emitted.rows,) = jaxprs.bind(self.eqn, [unsharded, *indices])
+            unsharded = gatherer.gather(delayed, scope, indices)
+            emitted.gathered[id(stored)] = stored, unsharded
+            (emitted.rows,) = jaxprs.bind(self.eqn, [unsharded.astype(dtype), *indices])
             return emitted.rows
         pinned = gatherer.constrain(stored.value, stored.spec)
         if self.by_columns:

@@ -43,14 +43,12 @@ class Kind(enum.Enum):
       REDUCED: Each device reduces its shards, and XLA combines the results.
       UNCHANGED: The results are the operands, and stay as they are.
       UNSHARDED: The equation needs them unsharded, unless rows or products of them are sent.
-      KEPT: The equation needs them unsharded, and an earlier gather of the scope serves it.
     """
 
     ON_SHARDS = enum.auto()
     REDUCED = enum.auto()
     UNCHANGED = enum.auto()
     UNSHARDED = enum.auto()
-    KEPT = enum.auto()
 
 
 class Use(NamedTuple):

@@ -232,6 +232,11 @@ def is_transposed(eqn: Equation) -> bool:
     return "transpose(" in str(source(eqn).name_stack)
 
 
+def is_backward(eqn: Equation) -> bool:
+    """Returns whether ``eqn`` belongs to the backward pass."""
+    return is_transposed(eqn) or is_recomputed(eqn) or runs_backward(eqn)
+
+
 def is_differentiated(eqn: Equation) -> bool:
     """Returns whether differentiation derived ``eqn``, for the forward or the backward pass."""
     return "jvp(" in str(source(eqn).name_stack)

@@ -40,8 +40,8 @@ class SelfAttention(nnx.Module):
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike | None = None) -> None:
         """Creates the keys and values of rows [B, S, D], by default in the compute dtype."""
-        features = self.c_proj.in_features
-        shape = (*input_shape[:2], self.n_head, features // self.n_head)
+        rows, positions, _ = input_shape
+        shape = rows, self.n_head, positions, self.c_proj.in_features // self.n_head
         if dtype is None:
             dtype = self.c_attn.dtype or self.c_attn.kernel.dtype
         self.key = nnx.Cache(jnp.zeros(shape, dtype))

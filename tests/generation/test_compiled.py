@@ -66,6 +66,14 @@ def test_a_token_reads_each_weight_once(bits: int) -> None:
     assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
 
 
+def test_a_token_reads_the_cache_once() -> None:
+    """XLA does not transpose it: it lies as attention reads it, and each row's part is written in
+    place."""
+    many = found(SMALL | {"n_kv_head": 8}, rows=512)
+    assert many.cache_bytes > many.parameter_bytes
+    assert many.token_bytes < 1.35 * (many.parameter_bytes + many.cache_bytes)
+
+
 @pytest.mark.parametrize(("kind", "devices"), [("a100", 8), ("a100", 4), ("h100", 2)])
 def test_a_token_reads_each_shard_once(kind: str, devices: int) -> None:
     one = found(SMALL, devices, kind=kind)

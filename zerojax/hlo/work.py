@@ -24,6 +24,8 @@ FREE = frozenset(
         "iota", "while", "conditional", "call",
     }
 )  # fmt: skip
+# The position of the update among the operands of an operation that writes into its first operand.
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 _LIBRARY = re.compile("gemm|matmul|conv")
 _ATTENTION = "__cudnn$fmha"
 # The scope in which `pallas_kernels.attention` calls a Mosaic kernel: its pass, mask and window.
@@ -227,8 +229,8 @@ def _bytes(program: HloProgram, computation: Computation, each: Instruction) -> 
     written = sum(shape.bytes for shape in results)
     if each.operation in ("slice", "dynamic-slice", "gather"):
         return 2 * written
-    if each.operation == "dynamic-update-slice":
-        return 2 * read[1].bytes
+    if each.operation in _IN_PLACE:
+        return 2 * read[_IN_PLACE[each.operation]].bytes
     inside = next(program.callees(each), None) if each.operation in ("fusion", "async") else None
     if inside is None:
         return written + sum(operand.bytes for operand in read)
@@ -248,7 +250,7 @@ def _read(inside: Computation, name: str, size: int) -> int:
             total += _read(inside, user.name, size)
         elif user.opcode in ("dynamic-slice", "slice", "gather"):
             total += user.bytes
-        elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
+        elif user.opcode not in _IN_PLACE or user.operands[0] != name:
             return size  # a value that is updated in place is not read
     return min(total, size)
 
@@ -260,7 +262,7 @@ def _written(inside: Computation) -> int:
     for each in results:
         while each.opcode in ("bitcast", "copy") and each.operands:
             each = inside[each.operands[0]]
-        if each.opcode == "dynamic-update-slice":
-            each = inside[each.operands[1]]
+        if each.opcode in _IN_PLACE:
+            each = inside[each.operands[_IN_PLACE[each.opcode]]]
         total += each.bytes
     return total

@@ -14,7 +14,10 @@ attention to it needs in the collection "memory", which later calls read.
 >>> positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
 >>> variables = jax.eval_shape(model.init, jax.random.key(0), rows, positions=positions)
 >>> variables["cache"]["h_0"]["attn"]["key"].shape
-(2, 9, 2, 16)
+(2, 2, 9, 16)
+
+Heads come before positions, as the products of attention read them: XLA for GPUs would otherwise
+transpose the whole cache for each token.
 
 Shapes: B batch, T queries, S positions of the cache, H heads, G key and value heads, d features of
 a head.
@@ -49,7 +52,7 @@ def attend_cached(
     """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d] and to cached ones.
 
     Args:
-      module: The attention's module, whose variables "key" and "value" [B, S, G, d] are the cache;
+      module: The attention's module, whose variables "key" and "value" [B, G, S, d] are the cache;
         in NNX `init_cache` creates them.
       attention: The attention of the start of rows, to k and v.
       with_positions: The attention of one token to the cache; takes the keyword `positions`.
@@ -68,7 +71,7 @@ def attend_cached(
     else:
         exists = module.has_variable(COLLECTION, "key")
         both = [
-            module.variable(COLLECTION, name, lambda x=x: x)
+            module.variable(COLLECTION, name, lambda x=x: x.swapaxes(1, 2))
             for name, x in (("key", k), ("value", v))
         ]
         if not exists:
@@ -82,16 +85,16 @@ def attend_cached(
             variable.value = x
     if q.shape[1] > 1:
         return attention(q, k, v)
-    keys, values = (x.astype(q.dtype) for x in cached)
+    keys, values = (x.astype(q.dtype).swapaxes(1, 2) for x in cached)
     return with_positions(q, keys, values, positions=positions)
 
 
 def _written(cached: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns cached [B, S, G, d] with those of the tokens [B, T, G, d] at their positions."""
-    new = new.astype(cached.dtype)
-    if new.shape[1] > 1:
-        return lax.dynamic_update_slice_in_dim(cached, new, 0, 1)
-    write = jax.vmap(lambda row, x, at: lax.dynamic_update_slice_in_dim(row, x, at, 0))
+    """Returns cached [B, G, S, d] with those of the tokens [B, T, G, d] at their positions."""
+    new = new.astype(cached.dtype).swapaxes(1, 2)
+    if new.shape[2] > 1:
+        return lax.dynamic_update_slice_in_dim(cached, new, 0, 2)
+    write = jax.vmap(lambda row, x, at: lax.dynamic_update_slice_in_dim(row, x, at, 1))
     result: jax.Array = write(cached, new, positions[:, 0])
     return result
 
@@ -103,7 +106,7 @@ def visible(module: nn.Module, positions: jax.Array) -> jax.Array:
     """
     cached, keys = jax.tree.leaves(module.variables.get(COLLECTION, {})), positions.shape[1]
     if cached and keys == 1:
-        keys = cached[0].shape[-3]
+        keys = cached[0].shape[-2]
     return (jnp.arange(keys) <= positions[..., None])[:, None]
 
 

@@ -133,8 +133,18 @@ def test_a_collective_is_hidden_by_what_runs_before_its_done() -> None:
     text = program(START, *many, DONE)
     spent = program_time(parse(text), collectives(text), host_copies(text), rates("h100"), NODE)
     assert spent.under_way["main", "ag"] == pytest.approx(
-        rates("h100").collective_seconds(Sent(7 / 8 * 8000 * 4, 0, 7, 0, 8))
+        rates("h100").collective_seconds(Sent(7 / 8 * 8000 * 4, 0, 7, 0, 8), "all-gather")
     )
+
+
+def test_reduce_scatters_reach_less_of_nvlink() -> None:
+    """285 and 369 GB/s of 450, as measured on 8 H100s; on PCIe all kinds reach one share."""
+    sent = Sent(2**30, 0, 7, 0, 8)
+    for kind, ratio in (("h100", 285 / 369), ("l4", 1.0)):
+        scatter, reduced = (
+            rates(kind).collective_seconds(sent, each) for each in ("reduce-scatter", "all-reduce")
+        )
+        assert reduced / scatter == pytest.approx(ratio, rel=0.02)
 
 
 def test_a_loop_without_a_note_counts_up_to_its_condition() -> None:

@@ -10,15 +10,15 @@ from rich.text import Text
 
 from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
+from zerojax.devices.topology import device_kinds
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import Remat, changes
 from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic
 from zerojax.foresight.trials import Trial
 from zerojax.plan.table import size
+from zerojax.xla.compiler import SLOP, SLOP_FACTOR, memory_limit
 
 _BAR = 24
-NEAR = 0.95
-"""A plan warns above this share of the memory at which XLA starts to recompute."""
 
 ATTENTION: dict[str | None, str] = {
     None: "",
@@ -144,7 +144,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
     elif not forecast.is_complete:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
     yield from forecast.plan.live.notes
-    yield from _about_recomputing(planned)
+    yield from _about_xlas_limit(planned)
     if forecast.host_bytes:
         yield f"host memory, for each device: {size(forecast.host_bytes)}"
     if forecast.disk_bytes:
@@ -158,27 +158,30 @@ def _about_memory(planned: Planned) -> Iterator[str]:
         )
 
 
-def _about_recomputing(planned: Planned) -> Iterator[str]:
-    """Warns that XLA recomputes values to save memory, or nearly does."""
+def _about_xlas_limit(planned: Planned) -> Iterator[str]:
+    """Says where a step exceeds XLA's limit of memory, and warns if XLA recomputes values."""
     forecast = planned.forecast
-    limit, recomputed = (
-        forecast.recomputes_above,
-        sum(each.again.instructions for each in forecast.programs),
-    )
-    if limit is None:
-        return
-    cause = f"XLA does so where it estimates that a program needs more than {size(limit)}"
-    if recomputed:
+    peak, recomputed = forecast.peak, sum(each.again.instructions for each in forecast.programs)
+    limit = memory_limit(forecast.rates.memory, peak.arguments)
+    if forecast.rates.kind in device_kinds()["gpu"] and peak.bytes > limit:
+        if peak.compile.slop > SLOP:
+            yield (
+                f"The step exceeds XLA's limit of {size(limit)}, which zerojax raises so that "
+                f"collectives overlap: {SLOP_FACTOR}={peak.compile.slop}"
+            )
+        elif forecast.devices > 1:
+            yield (
+                f"warning: the step exceeds XLA's limit of {size(limit)}, above which no "
+                "collective overlaps: lower the micro-batch, offload more, or take more devices"
+            )
+    begins = forecast.recomputes_above
+    if recomputed and begins is not None:
         yield (
             f"warning: XLA recomputes {recomputed} values to save memory, "
-            f"{size(forecast.bytes_again)} and {duration(forecast.seconds_again)} of a step; "
-            f"{cause}: lower the micro-batch, offload, or let blocks keep less (--remat, or "
-            "the policy that `zerojax fit` finds)"
-        )
-    elif NEAR * limit < forecast.peak.bytes <= limit:
-        yield (
-            f"warning: with {size(limit - forecast.peak.bytes)} more, XLA recomputes values to "
-            f"save memory, which takes time; {cause}"
+            f"{size(forecast.bytes_again)} and {duration(forecast.seconds_again)} of a step; XLA "
+            f"does so where it estimates that a program needs more than {size(begins)}: lower the "
+            "micro-batch, offload, or let blocks keep less (--remat, or the policy that "
+            "`zerojax fit` finds)"
         )
 
 
@@ -197,7 +200,8 @@ def _traffic(forecast: Forecast) -> Table:
 
 
 def _about_time(forecast: Forecast) -> Iterator[str]:
-    links, shares = forecast.rates.links, forecast.rates.reached.shares
+    links, reached = forecast.rates.links, forecast.rates.reached
+    shares = reached.shares
     if any(each.between_nodes for each in forecast.traffic):
         yield (
             f"links of a device, each way: {links.name} {links.inside / 1e9:g} GB/s inside a "
@@ -211,6 +215,9 @@ def _about_time(forecast: Forecast) -> Iterator[str]:
             f"device memory {shares['memory']:.0%}, host copies {shares['host']:.0%}, as "
             f"measured on an H200, and links {shares['link']:.0%}, which is an assumption"
         )
+        if links.name == "NVLink":
+            kinds = " and ".join(f"{kind}s {share:.0%}" for kind, share in reached.nvlink.items())
+            yield f"  on NVLink {kinds}, as published"
     yield f"compiled in {duration(forecast.compile_seconds)}"
 
 

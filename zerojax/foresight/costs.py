@@ -50,7 +50,13 @@ from zerojax.hlo.transfers import HostCopy, host_copies
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla import compat
-from zerojax.xla.compiler import COMMAND_BUFFERS, DISABLED_PASSES, with_rematerialization
+from zerojax.xla.compiler import (
+    COMMAND_BUFFERS,
+    SLOP,
+    SLOP_FACTOR,
+    rematerializes,
+    saving_memory,
+)
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
@@ -127,31 +133,32 @@ def measure_compiled(
 def _compiled(
     lowered: jax.stages.Lowered, room: int, *, buffers: bool
 ) -> tuple[Measurement, jax.stages.Compiled | None, tuple[HeldBuffer, ...]]:
-    """Compiles a program; also with XLA's rematerialization if its options leave that out and it
-    does not fit. Returns what is known before its text is read; the executable that fits, None if
-    XLA refused the program for its memory; and, if asked for, its buffers at the peak."""
+    """Compiles a program; also with the options that save memory if it does not fit. Returns what
+    is known before its text is read; the executable that fits, None if XLA refused the program for
+    its memory; and, if asked for, its buffers at the peak."""
 
     def compile_with(
-        options: dict[str, str | bool] | None,
+        changed: dict[str, str | bool] | None,
     ) -> tuple[jax.stages.Compiled, tuple[HeldBuffer, ...]]:
         if buffers:
-            return compile_with_buffers(lowered, options or {})
-        return lowered.compile(compiler_options=options), ()
+            return compile_with_buffers(lowered, changed or {})
+        return lowered.compile(compiler_options=changed), ()
 
-    begun, recomputing = time.perf_counter(), False
+    begun, saving = time.perf_counter(), False
     try:
         executable, held = compile_with(None)
-        options = with_rematerialization(compat.compiler_options(lowered))
-        if options is not None and _needed(executable) > room:
-            again = compile_with({DISABLED_PASSES: str(options[DISABLED_PASSES])})
-            if recomputing := _needed(again[0]) <= room:
-                executable, held = again
+        options = compat.compiler_options(lowered)
+        changed = saving_memory(options)
+        if changed and _needed(executable) > room:
+            again = compile_with(changed)
+            if saving := _needed(again[0]) <= room:
+                (executable, held), options = again, {**options, **changed}
     except jax.errors.JaxRuntimeError as error:
         if (wanted := wanted_bytes(str(error))) is None:
             raise
         refused = Compile(time.perf_counter() - begun, refused=True)
         return Measurement(memory={OTHER: wanted}, compile=refused), None, ()
-    seconds, is_part = time.perf_counter() - begun, recomputing or options is None
+    seconds = time.perf_counter() - begun
     memory: Any = executable.memory_analysis()
     measured = Measurement(
         memory={},
@@ -159,7 +166,12 @@ def _compiled(
         result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
         host_result=memory.host_output_size_in_bytes,
         host_temporary=memory.host_temp_size_in_bytes,
-        compile=Compile(seconds, recomputing=recomputing, rematerializes=is_part),
+        compile=Compile(
+            seconds,
+            saving=saving,
+            rematerializes=rematerializes(options),
+            slop=int(options.get(SLOP_FACTOR, SLOP)),
+        ),
     )
     return measured, executable, held
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from zerojax.devices.mesh import micro_batch_devices
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds, gpus_per_host, lookup
-from zerojax.hlo.rematerialised import begins_above
 from zerojax.pipeline.schedule import Schedule
 from zerojax.plan.state_sharding import Plan
+from zerojax.xla.compiler import SLOP, memory_limit
 
 RECOMPUTES = 1e-3
 """The share of a step from which the time of values that XLA computes again counts."""
@@ -70,15 +70,17 @@ class Compile:
     Attributes:
       seconds: Its time, on this machine.
       refused: True if XLA refused the program for its memory.
-      recomputing: Whether the program fits only with XLA's rematerialization, which its options
-        leave out otherwise.
+      saving: Whether the program fits only with XLA's own limit of memory and rematerialization,
+        which its options change otherwise.
       rematerializes: Whether XLA's rematerialization is part of the compile.
+      slop: The value of XLA's option for its limit of memory.
     """
 
     seconds: float = 0.0
     refused: bool = False
-    recomputing: bool = False
+    saving: bool = False
     rematerializes: bool = True
+    slop: int = SLOP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,7 @@ class Forecast:
         and in programs whose options leave it out."""
         if self.rates.kind not in device_kinds()["gpu"] or not self.peak.compile.rematerializes:
             return None
-        return begins_above(self.rates.memory, self.peak.arguments)
+        return memory_limit(self.rates.memory, self.peak.arguments, self.peak.compile.slop)
 
     @property
     def seconds_again(self) -> float:

@@ -74,7 +74,7 @@ class Guard:
             and its other arguments.
 
         Returns:
-          Whether the step fits only if XLA computes values again.
+          Whether the step fits only with the options that save memory.
 
         Raises:
           OutOfMemoryError: The step does not fit. The message states the required and the available
@@ -88,7 +88,7 @@ class Guard:
         measured = functools.partial(measure_memory, several=offloads(self._config))
         peak = forecast(programs(), plan, rates, measured=measured).peak
         if peak.bytes <= room:
-            return peak.compile.recomputing
+            return peak.compile.saving
         try:
             advice = self._advice(rates, *step)
         except Exception as error:  # a failure of the search must not hide the result of the check

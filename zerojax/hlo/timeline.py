@@ -102,7 +102,7 @@ def program_time(
     """
     transfers: dict[Place, Transfer] = {}
     for each in sent:
-        seconds = rates.collective_seconds(sent_by(each, nodes))
+        seconds = rates.collective_seconds(sent_by(each, nodes), each.kind)
         transfers[Place(each.computation, each.name)] = Transfer(seconds, "collectives")
     for copy in copied:
         seconds = rates.host_seconds(copy.bytes)

@@ -126,8 +126,8 @@ class OffloadedStep:
         )
         return StepResult(setting.plan.shown(FlatParts.of(after)), result.out, result.signals)
 
-    def recompute(self) -> None:
-        """See :meth:`StepProgram.recompute`. These programs leave out no pass of XLA."""
+    def save_memory(self) -> None:
+        """See :meth:`StepProgram.save_memory`. These programs have XLA's own limit and passes."""
 
     def traced(self, parts: Parts, batch: PyTree, further: Further) -> jax.stages.Traced:
         """Traces the program of the gradients."""

@@ -158,5 +158,5 @@ class StepProgram(Protocol):
     def lowered(self, parts: Parts, batch: PyTree, further: Further) -> Iterator[LoweredProgram]:
         """Lowers all programs of the step, each once, for abstract or concrete arguments."""
 
-    def recompute(self) -> None:
-        """Lets XLA compute values again from now on, because the step does not fit otherwise."""
+    def save_memory(self) -> None:
+        """Lets XLA save memory from now on, because the step does not fit otherwise."""

@@ -8,6 +8,7 @@ import jax
 
 from zerojax.collectives.matrices import MatrixUpdate
 from zerojax.devices.mesh import axis_size
+from zerojax.devices.rates import memory_options
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.state_sharding import DTYPES
@@ -56,17 +57,18 @@ class ResidentStep:
     def _options(self) -> Options | None:
         """Returns XLA's options for the traced program."""
         plan = self.setting.plan
+        device = plan.mesh.devices.flat[0]
         return options(
             plan.mesh,
-            dict(plan.config.xla),
+            {**memory_options(device, plan.bytes_per_device), **plan.config.xla},
             shards=axis_size(plan.mesh, plan.axis),
             layer=max(self.setting.inserter.layers, default=0),
             overlap=plan.config.overlap_comm is not False,
         )
 
-    def recompute(self) -> None:
-        """See :meth:`StepProgram.recompute`."""
-        self._jitted.recompute()
+    def save_memory(self) -> None:
+        """See :meth:`StepProgram.save_memory`."""
+        self._jitted.save_memory()
 
     @compat.with_large_stack
     @seldom_collected()

@@ -236,7 +236,7 @@ class Step(Decorated[P, R]):
         like = program.setting.layout.shapes(call.batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # the program that computed them has freed its memory
-        recomputing = guard.check(
+        saves = guard.check(
             lambda: program.lowered(parts, like, call.further),
             program.setting.plan,
             batch_bytes,
@@ -245,13 +245,13 @@ class Step(Decorated[P, R]):
             like,
             call.further,
         )
-        if recomputing:
+        if saves:
             log.warning(
                 "the step fits into memory only because XLA computes values again, which takes "
                 "time. Use jax.checkpoint (nn.remat) or a smaller micro-batch; `zerojax fit` finds "
                 "the faster one."
             )
-            program.recompute()
+            program.save_memory()
 
     def _with(self, arguments: Arguments) -> Self:
         return type(self)(arguments, self._states, self._donate, self._guard)

@@ -33,6 +33,16 @@ DISABLED_PASSES = "xla_disable_hlo_passes"
 REMATERIALIZATION = "rematerialization"
 """The pass that computes values again where XLA estimates that they do not fit."""
 
+SLOP_FACTOR = "xla_gpu_memory_limit_slop_factor"
+"""XLA's option for the percentage of the memory beside a program's arguments that the program may
+use before XLA stops overlapping collectives and computes values again."""
+
+SLOP = 95
+"""XLA's default of :data:`SLOP_FACTOR`."""
+
+# XLA's scheduler reserves a fifth of a device's memory for other uses.
+SCHEDULED = 0.8
+
 MERGED_PRODUCTS = "dot-merger"
 """The pass that concatenates small weights which multiply the same values, in each run."""
 
@@ -82,9 +92,9 @@ class JitOnceDecided:
         traced: jax.stages.Traced = self._jitted.trace(*args)
         return traced
 
-    def recompute(self) -> None:
-        """Lets XLA compute values again from now on, in a function that has been traced."""
-        self._jit(with_rematerialization(self._options) or self._options)
+    def save_memory(self) -> None:
+        """Lets XLA save memory from now on, in a function that has been traced."""
+        self._jit({**(self._options or {}), **saving_memory(self._options)})
 
     def _jit(self, options: Options | None) -> None:
         self._options = options
@@ -148,18 +158,41 @@ def options(
     return {**defaults, **(chosen or {})}
 
 
+def memory_limit(memory: int, arguments: int, slop: int = SLOP) -> int:
+    """Returns the bytes of arguments and temporaries above which XLA overlaps no collective and,
+    unless the pass is left out, computes temporaries again.
+
+    XLA for GPUs reserves a fifth of a device's memory for other uses, subtracts the arguments of a
+    program, and reserves 5% of the rest for errors of its estimate (``GetSchedulerMemoryLimit`` in
+    XLA's ``gpu_hlo_schedule.cc``).
+
+    Args:
+      memory: Bytes of the device's memory.
+      arguments: Bytes of the program's arguments, whose buffers its results reuse.
+      slop: The value of :data:`SLOP_FACTOR`.
+
+    Example:
+      >>> memory_limit(80_000_000_000, 4_000_000_000)
+      61000000000
+    """
+    return arguments + round(slop / 100 * max(SCHEDULED * memory - arguments, 0))
+
+
 def rematerializes(chosen: Mapping[str, int | bool | str]) -> bool:
     """Returns whether XLA, under these options, may compute values again to save memory."""
     return REMATERIALIZATION not in str(chosen.get(DISABLED_PASSES, "")).split(",")
 
 
-def with_rematerialization(chosen: Mapping[str, int | bool | str] | None) -> Options | None:
-    """Returns the options with which XLA may compute values again; None if it already may."""
-    if chosen is None or rematerializes(chosen):
-        return None
-    passes = str(chosen[DISABLED_PASSES]).split(",")
-    left = ",".join(each for each in passes if each != REMATERIALIZATION)
-    return {**chosen, DISABLED_PASSES: left}
+def saving_memory(chosen: Mapping[str, int | bool | str] | None) -> dict[str, str | bool]:
+    """Returns the options to change for a program that does not fit, so that XLA computes values
+    again and keeps its own limit; none if the program has both."""
+    changed: dict[str, str | bool] = {}
+    if chosen and not rematerializes(chosen):
+        passes = str(chosen[DISABLED_PASSES]).split(",")
+        changed[DISABLED_PASSES] = ",".join(each for each in passes if each != REMATERIALIZATION)
+    if chosen and int(chosen.get(SLOP_FACTOR, SLOP)) > SLOP:
+        changed[SLOP_FACTOR] = str(SLOP)
+    return changed
 
 
 @functools.cache

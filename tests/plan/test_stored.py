@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.plan import layout
 from zerojax.plan.stored import StoredArray, pad
+from zerojax.train_state.bound import has_inner
 
 VALUES = np.arange(100 * 200, dtype=np.float32).reshape(100, 200)
 
@@ -95,3 +96,20 @@ def test_looks_like_an_array() -> None:
     assert repr(x) == "StoredArray(float32[100, 200], P(None, 'data') in shards of [100, 29])"
     x.delete()
     assert x.is_deleted()
+
+
+@pytest.mark.parametrize("stored", [padded, shared])
+def test_nothing_is_gathered_for_an_attribute_that_arrays_lack(
+    stored: Callable[[str], StoredArray],
+) -> None:
+    """The step asks whether an argument is an optimizer's state, at each call."""
+
+    class Refusing(StoredArray):
+        def gathered(self) -> jax.Array:
+            raise AssertionError("gathered")
+
+    kept = stored("device")
+    refusing = Refusing(kept.stored, kept.shape)
+    assert not has_inner(refusing)
+    assert not hasattr(refusing, "opt_state")
+    assert kept.max() == VALUES.max()

@@ -111,6 +111,8 @@ class StoredArray:
         # copy and pickle ask an instance without attributes, on which gathered() would recurse.
         if name.startswith("_") or name in ("stored", "sharding"):
             raise AttributeError(name)
+        if isinstance(self.stored, jax.Array) and not hasattr(self.stored, name):
+            raise AttributeError(name)  # asked by hasattr, for which nothing is gathered
         return getattr(self.gathered(), name)
 
     def __repr__(self) -> str:

@@ -11,7 +11,8 @@ from zerojax.xla.types import PyTree
 
 def has_inner(opt_state: object) -> bool:
     """Returns whether a value is the state of a wrapped transformation."""
-    return hasattr(opt_state, "with_inner")
+    # Not of the instance: an array on a disk would be loaded.
+    return hasattr(type(opt_state), "with_inner")
 
 
 @flax.struct.dataclass(eq=False)

@@ -21,7 +21,7 @@ from zerojax.models.blocks import grouped_attention
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
 
-Keep = Literal["nothing", "attention", "selective", "products"]
+Keep = Literal["nothing", "attention", "selective", "projections", "products"]
 
 
 def gpt2_xl() -> nn.Module:
@@ -49,12 +49,13 @@ def fused_llama(
       keep: Results that blocks with `remat` keep beside their input: "nothing", those of
         "attention", or those of attention and of products with weights, "products". "selective"
         has every second product with a weight, and attention, as torchtitan's selective activation
-        checkpointing.
+        checkpointing; "projections" has those of attention and of its products with weights.
     """
     kept = {
         "nothing": True,
         "attention": f"names:{NAME}",
         "selective": f"names:{NAME},q_proj,v_proj,gate_proj",
+        "projections": f"names:{NAME},q_proj,k_proj,v_proj,o_proj",
         "products": f"names:{NAME},q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
     }[keep]
 

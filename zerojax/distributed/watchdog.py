@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import jax
 
 from zerojax.distributed.coordinator import Coordinator, coordinator, part
-from zerojax.distributed.exchange import ProcessesMissing, gather
 from zerojax.distributed.roll_call import format_indices
 from zerojax.xla import compat
 
@@ -29,20 +28,70 @@ _LEAST = 300.0  # s
 _STEPS = 30  # of median duration
 _LONGEST = 3600.0  # s that compiles and saves may add between two steps
 _TICK = 15.0  # s at most; otherwise an eighth of the limit
-_GRACE = 10.0  # s in which the processes write their stacks
+_GRACE = 15.0  # s in which the processes write their stacks
 _DEBUGGER = "a debugger"
-_ACTIVITY, _STALLED, _WRITTEN = "activity", "stalled", "the stacks"
+_SIGNS, _STALLED, _WRITTEN = "signs", "stalled", "stacks are written"
+
+
+class _Signs:
+    """Signs of life that the processes of a job send each other, with their activity.
+
+    Each process measures the ages of signs by its own clock, as clocks of hosts differ. If process
+    0 does not answer, no process has a new sign.
+    """
+
+    def __init__(self, this: Coordinator) -> None:
+        self._coordinator, self._given = this, 0
+        self._signs: dict[int, tuple[str, float]] = {}  # the last of a process, and when it came
+        self._since = 0.0
+
+    def exchange(self, busy: str, look: bool) -> None:
+        """Sends a sign of this process, and reads those of the others.
+
+        Args:
+          busy: The process's activity in place of steps; empty for none.
+          look: Whether to read; otherwise all signs are forgotten.
+        """
+        this, now = self._coordinator, time.monotonic()
+        self._given += 1
+        words = {this.me: f"{self._given} {busy}"}
+        if this.count > 1 and this.answers:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                this.publish(_SIGNS, words[this.me])
+                words |= this.collect(_SIGNS) if look else {}
+        if not look:
+            self._signs = {}
+        self._since = (self._since or now) if look else 0.0
+        for process, word in words.items():
+            if self._signs.get(process, ("",))[0] != word:
+                self._signs[process] = word, now
+
+    def watched(self) -> float:
+        """Returns the seconds since the first look; 0 if there was none."""
+        return time.monotonic() - self._since if self._since else 0.0
+
+    def missing(self, seconds: float) -> list[int]:
+        """Returns the processes without a new sign for more than ``seconds``."""
+        oldest = time.monotonic() - seconds
+        return [
+            process
+            for process in range(self._coordinator.count)
+            if process not in self._signs or self._signs[process][1] < oldest
+        ]
+
+    def busy(self) -> set[str]:
+        """Returns the activities of the processes in place of steps."""
+        return {word.partition(" ")[2] for word, _ in self._signs.values()} - {""}
 
 
 class Watchdog:
     """A check that ends all processes of the job, with status 76, when no step ends any more.
 
     A step (or an evaluation) has ended when the devices have its results; the main thread may be
-    blocked in a collective. While one process compiles, saves, restores or is debugged, the
-    watchdog waits: for an hour at most, but forever for a debugger. Before the end each process
-    writes the stacks of all its threads to stderr and to ``ZEROJAX_RUN_DIR/stacks.INDEX``. A
-    stopped process can do neither; the others print its index, unless JAX's heartbeat, which no
-    stopped process sends, has ended them before.
+    blocked in a collective. While all processes give signs of life and one compiles, saves,
+    restores or is debugged, the watchdog waits: for an hour at most, but forever for a debugger.
+    Before the end each process writes the stacks of all its threads to stderr and to
+    ``ZEROJAX_RUN_DIR/stacks.INDEX``. A stopped process can do neither; the others print its index.
 
     Args:
       this: The coordinator of this process.
@@ -53,15 +102,16 @@ class Watchdog:
 
     def __init__(self, this: Coordinator, seconds: float | None, folder: Path | None) -> None:
         self._coordinator, self._seconds, self._folder = this, seconds, folder
+        self._me, self._count = this.me, this.count
         # Scalars of calls that may not have ended.
         self._results: deque[jax.Array | None] = deque(maxlen=1024)
         self._paces: deque[float] = deque(maxlen=64)  # s
         self._last, self._added = time.monotonic(), 0.0
         self._begun = False
         self._pauses: list[str] = []
-        self._published = ""  # this process's last activity
+        self._signs = _Signs(this)
         this.every(self._look, offline=True)
-        if this.count > 1:
+        if self._count > 1:
             this.every(self._hear)
 
     def begin(self) -> None:
@@ -89,29 +139,17 @@ class Watchdog:
         faulthandler.dump_traceback_later(1.5 * self.limit() + 5, exit=True, file=2)
         self.take_results()
         silence, limit = time.monotonic() - self._last, self.limit()
-        activities = self._activities(all_processes=silence >= limit)
-        if silence >= limit:
-            if activities and (_DEBUGGER in activities or self._added < _LONGEST):
-                self._last += silence
-                self._added += silence
-            else:
-                self._end(
-                    f"no step has ended for {silence:.3g} s, ZEROJAX_WATCHDOG is {limit:.3g} s, as "
-                    f"process {self._coordinator.me} sees."
-                )
-        return min(_TICK, (self._seconds or limit) / 8)
-
-    def _activities(self, all_processes: bool) -> set[str]:
-        """Publishes this process's activity in place of steps; returns it, or those of all."""
-        this, own = self._coordinator, self._busy()
-        found = {own}
-        if this.count > 1 and this.answers:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                if own != self._published:
-                    this.publish(_ACTIVITY, own)
-                    self._published = own
-                found |= {*this.collect(_ACTIVITY).values()} if all_processes else set()
-        return found - {""}
+        self._signs.exchange(self._busy(), look=silence >= limit / 2)
+        period = min(_TICK, (self._seconds or limit) / 8)
+        if silence < limit or self._signs.watched() < 0.45 * limit:
+            return period
+        missing, busy = self._signs.missing(0.4 * limit), self._signs.busy()
+        if busy and not missing and (_DEBUGGER in busy or self._added < _LONGEST):
+            self._last += silence
+            self._added += silence
+        else:
+            self._end(_cause(self._me, silence, limit, missing, self._count), missing)
+        return period
 
     def limit(self) -> float:
         """Returns the longest time without the end of a step, in s."""
@@ -143,48 +181,40 @@ class Watchdog:
 
     def _hear(self) -> float:
         """Ends this process if another has published that the job is stalled."""
-        for cause in self._coordinator.collect(_STALLED).values():
-            self._end(cause)
+        for word in self._coordinator.collect(_STALLED).values():
+            missing, _, cause = word.partition(";")
+            self._end(cause, [*map(int, missing.split())])
         return self._coordinator.tick
 
-    def _end(self, cause: str) -> NoReturn:
+    def _end(self, cause: str, missing: list[int]) -> NoReturn:
         """Alerts the other processes, writes the stacks, and ends this process."""
-        this, outputs = self._coordinator, [2]
-        with contextlib.suppress(OSError):
-            if self._folder is not None:
-                path = self._folder / f"stacks.{this.me}"
-                outputs.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
+        this = self._coordinator
+        deadline = time.monotonic() + this.tick + _GRACE
+        has_others = self._count > 1 and 0 not in missing
+        about = f"zerojax: {cause} This is process {self._me}; status {STALLED}.\n"
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if this.count > 1 and this.answers:
-                this.publish(_STALLED, cause)
-        _write(outputs, f"zerojax: {cause} This is process {this.me}; status {STALLED}.")
-        for output in outputs:
-            with contextlib.suppress(OSError):
-                faulthandler.dump_traceback(file=output)
-        if this.count > 1:
-            missing = self._missing()
-            who = f"All {this.count} processes are alive."
-            if missing:
-                who = f"No sign of life from {format_indices(missing, 'process')}."
-            if 0 in missing:
-                who = "Process 0, the coordinator, does not answer."
-            _write(outputs, f"zerojax: {who}")
-            if 0 not in missing:
-                part(this.me, this.count - 1 - len(missing), _GRACE)
+            if has_others:
+                this.publish(_STALLED, f"{' '.join(map(str, missing))};{cause}")
+        self._write_stacks(about)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if has_others:
+                this.publish(_WRITTEN, "")
+                present = self._count - len(missing)
+                while time.monotonic() < deadline and len(this.collect(_WRITTEN)) < present:
+                    time.sleep(0.05)
+                part(self._me, present - 1, _GRACE)
         os._exit(STALLED)
 
-    def _missing(self) -> list[int]:
-        """Waits until all processes have written their stacks; returns those that have not."""
-        this = self._coordinator
-        try:
-            if not this.answers:
-                return [0]
-            gather(this, _WRITTEN, 1, "", this.tick + _GRACE)
-        except ProcessesMissing as error:
-            return error.missing
-        except jax.errors.JaxRuntimeError:
-            return [0]
-        return []
+    def _write_stacks(self, about: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, about.encode())
+            faulthandler.dump_traceback(file=2)
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError), open(self._folder / f"stacks.{self._me}", "w") as file:
+            file.write(about)
+            file.flush()
+            faulthandler.dump_traceback(file=file)
 
 
 def watchdog() -> Watchdog | None:
@@ -236,7 +266,13 @@ def _has_ended(x: Any) -> bool:
         return True
 
 
-def _write(outputs: list[int], text: str) -> None:
-    for output in outputs:
-        with contextlib.suppress(OSError):
-            os.write(output, f"{text}\n".encode())
+def _cause(me: int, silence: float, limit: float, missing: list[int], count: int) -> str:
+    detail = f" All {count} processes are alive." if count > 1 else ""
+    if 0 in missing:
+        detail = " Process 0, the coordinator, does not answer."
+    elif missing:
+        detail = f" No sign of life from {format_indices(missing, 'process')}."
+    return (
+        f"no step has ended for {silence:.3g} s, ZEROJAX_WATCHDOG is {limit:.3g} s, as process "
+        f"{me} sees.{detail}"
+    )

@@ -107,7 +107,8 @@ class Emitted:
     moved: dict[tuple[int, str, str], tuple[Shard, Shard]] = field(default_factory=dict)
 
     def begin_pass(self, *, is_backward: bool) -> None:
-        """Drops the unsharded arrays at the border between a forward and a backward pass."""
+        """Drops the unsharded arrays at the border between a forward and a backward pass, through
+        which they would take as much memory as all parameters."""
         if is_backward != self.current.is_backward:
             self.current = Pass(is_backward, {})
             self.gathered = {
@@ -144,11 +145,11 @@ class Scope:
     """The part of a program within which one gather of a parameter may serve several uses.
 
     One iteration of a loop or one rematerialised block: the gathered parameter is freed at its end.
-    The body of the step does not share gathers at stage 3: each use gathers anew, separated from
-    the earlier uses by a barrier, so that no gathered parameter is kept for the backward pass.
+    The body of the step shares gathers at stage 3 only within a pass. The backward pass gathers
+    anew, separated from the forward pass by a barrier, so that no parameter stays gathered.
 
     Attributes:
-      share: Whether one gather serves all uses in the scope.
+      share: Whether one gather serves all uses in the scope, and not only those of a pass.
       replace: The functions that replace marks.
       host: The way in which gradients are sent to host memory; None if they stay on the devices.
       window: Delays gathers outside loops over stacks; None if gathers are not delayed.
@@ -207,7 +208,7 @@ class Gatherer:
       mesh: the mesh of all specs.
       axis: the axis over which ZeRO shards.
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
-        used, drops, and gathers again (stage 3).
+        used, drops after the pass, and gathers again (stage 3).
       sent: The formats in which parameters and gradients are sent.
       thresholds: The sizes on which decisions depend.
 

@@ -155,7 +155,7 @@ def of_weight(
 
 
 def _is_supported(gatherer: Gatherer) -> bool:
-    """Returns whether parameters are gathered at each use, over all devices, and unquantized."""
+    """Returns whether parameters are gathered in each pass, over all devices, and unquantized."""
     over_all = batch_axes(gatherer.mesh) == (gatherer.axis,) and gatherer.sums_own_rows
     return over_all and not gatherer.keep and gatherer.sent == UNQUANTIZED
 

@@ -55,7 +55,9 @@ def product(rows: tuple[int, ...], weight: tuple[int, int]) -> Equation:
 def test_the_bytes_decide(
     rows: tuple[int, ...], weight: tuple[int, int], spec: Any, sent: int | None
 ) -> None:
-    found = sharded_products.find_product(product(rows, weight), 1, spec, gatherer())
+    found = sharded_products.find_product(
+        product(rows, weight), 1, spec, gatherer(), RowDimensions()
+    )
     assert (None if found is None else found.sent) == sent
 
 
@@ -70,8 +72,11 @@ def test_the_bytes_decide(
 )
 def test_other_ways_to_send_weights_keep_theirs(keywords: Any) -> None:
     eqn = product((512,), (4096, 8192))
-    assert sharded_products.find_product(eqn, 1, COLUMNS, gatherer()) is not None
-    assert sharded_products.find_product(eqn, 1, COLUMNS, gatherer(**keywords)) is None
+    assert sharded_products.find_product(eqn, 1, COLUMNS, gatherer(), RowDimensions()) is not None
+    assert (
+        sharded_products.find_product(eqn, 1, COLUMNS, gatherer(**keywords), RowDimensions())
+        is None
+    )
 
 
 Params = Mapping[str, jax.Array]

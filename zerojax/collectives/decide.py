@@ -20,7 +20,9 @@ from zerojax.collectives.gradients import Reduction, Terms
 from zerojax.collectives.narrow import narrowest
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
+from zerojax.collectives.sharded_products import find_product
 from zerojax.collectives.uses import Use, Uses, carries_shard
+from zerojax.graph.contractions import RESULT
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import dependent
 from zerojax.graph.regions import regions
@@ -128,7 +130,7 @@ class LoopDecisions:
         later, whichever are more.
       of_layer: Whether an iteration is one layer, whose gradients are stacked.
       want: For each result of an iteration the spec of its shard if it is a gradient; None for
-        others.
+        others. Last, for each of ``sums.roots`` its spec if each device adds up its own shard.
     """
 
     sums: CarriedSums
@@ -142,6 +144,13 @@ class LoopDecisions:
     layer: int
     of_layer: bool
     want: Sequence[Spec | None]
+
+    @property
+    def in_place(self) -> Mapping[Atom, Spec | None]:
+        """The spec of each of ``sums.roots``; None for one that is reduced after the loop."""
+        return dict(
+            zip(self.sums.roots, self.want[len(self.want) - len(self.sums.roots) :], strict=True)
+        )
 
 
 def decide_program(
@@ -219,6 +228,7 @@ def decide_loop(
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
     read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
     has_stacks = any(stacks_want) or bool(sums.stacks)
+    in_place = {v: _in_place(sums, v, loop, gatherer, scope.row_dims) for v in sums.roots}
     prefetched = prefetch.decide_prefetches(
         loop, read, gatherer, scope.row_dims, gathers=prefetches
     )
@@ -239,7 +249,7 @@ def decide_loop(
         carried=carried,
         constants=set()
         if over_micro_batches
-        else find_constants(loop.body, consts, gatherer, scope.row_dims),
+        else find_constants(loop.body, consts, gatherer, scope.row_dims, loop.length),
         gathered=gathered,
         prefetched=prefetched,
         filled={
@@ -252,8 +262,20 @@ def decide_loop(
         layer=max(stacked_bytes) // loop.length,
         of_layer=has_stacks
         and not any(spec for i, spec in enumerate(carried_want) if i not in sums.stacks),
-        want=[*(updated.get(i, want[i]) for i in carried), *stacks_want, *[None] * len(sums.roots)],
+        want=[*(updated.get(i, want[i]) for i in carried), *stacks_want, *in_place.values()],
     )
+
+
+def _in_place(
+    sums: CarriedSums, root: Atom, loop: jaxprs.ScanParts, gatherer: Gatherer, dims: RowDimensions
+) -> Spec | None:
+    """Returns the spec of a sum of which each device adds up its own shard; None for a sum that is
+    reduced after the loop."""
+    producer, spec = sums.producer(root), sums.spec(root, gatherer.mesh, gatherer.axis)
+    if producer is None or spec is None:
+        return None
+    product = find_product(producer, RESULT, spec, gatherer, dims, loop.length)
+    return None if product is None else spec
 
 
 def trains(eqn: Equation) -> bool:
@@ -282,7 +304,11 @@ def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) ->
 
 
 def find_constants(
-    jaxpr: AnyJaxpr, consts: Sequence[object], gatherer: Gatherer, rows: RowDimensions
+    jaxpr: AnyJaxpr,
+    consts: Sequence[object],
+    gatherer: Gatherer,
+    rows: RowDimensions,
+    runs: int | None = None,
 ) -> set[int]:
     """Returns the positions of a loop's constants that are gathered before the loop: those that
     each iteration needs unsharded, unless they exceed what a loop holds.
@@ -292,13 +318,14 @@ def find_constants(
       consts: The constants, the body's first operands, some of them a :class:`Shard`.
       gatherer: Gathers parameters.
       rows: The dimensions along which rows of the batch lie.
+      runs: The number of iterations; None if unknown.
     """
     specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
     if all(spec is None for spec in specs):
         return set()
     opened, _ = jaxprs.open_jaxpr(jaxpr)
     varies = dependent(opened, [i >= len(specs) for i in range(len(opened.invars))])
-    uses = Uses(gatherer, rows, varies=varies)
+    uses = Uses(gatherer, rows, varies=varies, runs=runs)
     needed = {
         i
         for i, (v, spec) in enumerate(zip(opened.invars, specs, strict=False))

@@ -27,8 +27,9 @@ from zerojax.xla import jaxprs
 from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
-Pending = tuple[jax.Array | None, jax.Array]
-"""The partial sums of the previous iteration, if any, and the stack of reduced gradients."""
+Pending = tuple[jax.Array | None, jax.Array | None]
+"""The partial sums of the previous iteration, and the stack of reduced gradients; None before the
+first iteration."""
 
 
 class DeferredReductions:
@@ -68,10 +69,8 @@ class DeferredReductions:
         return (indices + to_previous, indices) if self._sums else None
 
     def first(self) -> list[Pending]:
-        """Returns the state that the first iteration receives: no partial sums, and stacks of
-        shards filled with zeros."""
-        avals = [self._stacks[i].aval for i in self._sums]
-        return [(None, jnp.zeros(aval.shape, aval.dtype)) for aval in avals]
+        """Returns the state that the first iteration receives: no partial sums, and no stacks."""
+        return [(None, None) for _ in self._sums]
 
     def reduced(self, given: Sequence[Pending]) -> list[ReducedGradient | None]:
         """Reduces the partial sums of the previous iteration to gradients; None where there are
@@ -99,6 +98,8 @@ class DeferredReductions:
         for i, (parts, stack), gradient in zip(self._sums, given, reduced, strict=True):
             assert at is not None
             y, results[first + i] = results[first + i], None
+            if stack is None:
+                stack = self._zeros(i, y.value if isinstance(y, PartialSum) else y)
             if isinstance(y, PartialSum):
                 if gradient is not None:
                     stack = _put(stack, gradient.value, at[0])
@@ -109,13 +110,20 @@ class DeferredReductions:
             total(x, self._gatherer) if isinstance(x, PartialSum) else x for x in results
         ]
 
+    def _zeros(self, i: int, known: jax.Array) -> jax.Array:
+        """Returns the stack of shards of gradient ``i`` before the first one, filled with zeros."""
+        aval = self._stacks[i].aval
+        # Otherwise XLA fills the stacks of all gradients before the loss, where it holds most.
+        zero, _ = lax.optimization_barrier((jnp.zeros((), aval.dtype), known))
+        return lax.broadcast(zero, aval.shape)
+
     def finished(self, given: Sequence[Pending]) -> dict[int, jax.Array]:
         """Reduces the last iteration's partial sums; returns the complete stacks by position."""
-        last, reduced = self._loop.order[-1], self.reduced(given)
-        return {
-            i: stack if x is None else _put(stack, x.value, last)
-            for i, (_, stack), x in zip(self._sums, given, reduced, strict=True)
-        }
+        finished = {}
+        for i, (_, stack), x in zip(self._sums, given, self.reduced(given), strict=True):
+            assert stack is not None
+            finished[i] = stack if x is None else _put(stack, x.value, self._loop.order[-1])
+        return finished
 
 
 def decide_deferrals(

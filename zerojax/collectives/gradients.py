@@ -97,7 +97,7 @@ def decide_reduction(
     """
     if len(eqn.outvars) > 1:
         return Reduction(spec)
-    if (product := sharded_products.find_product(eqn, RESULT, spec, gatherer)) is not None:
+    if (product := sharded_products.find_product(eqn, RESULT, spec, gatherer, rows)) is not None:
         return Reduction(spec, Terms.NONE, product)
     shape, is_lookup = eqn.outvars[0].aval.shape, eqn.primitive is prims.scatter_add_p
     sends_rows = is_lookup and _few_rows(eqn)

@@ -54,6 +54,7 @@ from zerojax.collectives.uses import Kind, use_of
 from zerojax.distributed import log
 from zerojax.graph.primitives import LABELS
 from zerojax.graph.rows import RowDimensions
+from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Value
@@ -85,15 +86,16 @@ class Inserter(Emitter):
         # Under offload each gradient leaves for host memory in the iteration that computes it, so
         # that it is reduced there.
         defers_reductions = self.overlap and host is None
+        jaxpr, _ = jaxprs.open_jaxpr(closed)
+        split = [self._split(x) for x in args]
         scope = Scope(
             share=self.share,
             replace=replace or {},
             host=host,
             window=window,
-            row_dims=rows or RowDimensions(),
+            row_dims=(rows or RowDimensions()).with_weights(jaxpr, split),
             defers=defers_reductions,
         )
-        jaxpr, _ = jaxprs.open_jaxpr(closed)
         self.ledger.follow(jaxpr, scope.row_dims)
         undelayed = with_fields(scope, window=None, emitted=Emitted())
         given = map(_abstract, jaxpr.invars, args)
@@ -106,6 +108,11 @@ class Inserter(Emitter):
             self.left = True
             log.warning(residuals.NO_EFFECT)
         return outs
+
+    def _split(self, x: object) -> int | None:
+        """Returns the dimension along which a shard is one; None for other values."""
+        dims = layout.dimensions(x.spec, self.axis) if isinstance(x, Shard) else ()
+        return dims[0] if len(dims) == 1 else None
 
 
 class Decider(Emitter):

@@ -176,7 +176,7 @@ def row_sum_of(
     # For an unsharded sum, deferring or quantizing the reduction costs as much as it saves.
     if not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
         return None
-    if sharded_products.find_product(eqn, RESULT, spec, gatherer) is not None:
+    if sharded_products.find_product(eqn, RESULT, spec, gatherer, rows) is not None:
         return None
     cuts = _cuts_of(eqn, rows, gatherer.mesh)
     return None if cuts is None else RowSum(eqn, cuts, spec, after)

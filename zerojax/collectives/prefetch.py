@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from zerojax.collectives import decisions, order, residuals
 from zerojax.collectives.gathering import Gatherer, is_on_devices
@@ -83,10 +84,23 @@ class PrefetchedStacks:
         return value if spec is None else self._gatherer.constrain(value, spec)
 
     def _entry(self, x: Shard, dtype: jnp.dtype, index: jax.Array | int) -> Shard:
-        value = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
-        spec = layout.with_leaves(x.spec[1:], x.spec)
-        value = self._gatherer.constrain(value, spec).astype(dtype)
-        return Shard(value, spec, gathering=x.gathering)
+        spec, mesh = layout.with_leaves(x.spec[1:], x.spec), self._gatherer.mesh
+        master, own_dtype = x.master, x.value.dtype
+        if master is None or layout.padded_shape(master.shape, x.spec, mesh) != master.shape:
+            value = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
+            value = self._gatherer.constrain(value, spec).astype(dtype)
+            return Shard(value, spec, gathering=x.gathering)
+
+        def own(stack: jax.Array, index: jax.Array) -> jax.Array:
+            # As a vector: XLA would give the stack the layout in which the layer is gathered, with
+            # the sharded dimension first, and hold a transposed copy of it through both passes.
+            layers = stack.reshape(stack.shape[0], -1)
+            layer = lax.dynamic_index_in_dim(layers, index, keepdims=False)
+            return layer.astype(own_dtype).astype(dtype).reshape(stack.shape[1:])
+
+        specs = (PartitionSpec(*x.spec), PartitionSpec()), PartitionSpec(*spec)
+        run = jax.shard_map(own, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+        return Shard(run(master, jnp.asarray(index)), spec, gathering=x.gathering)
 
     def _gathered(self, i: int, shard: Shard) -> jax.Array:
         body, quantized = jaxprs.open_jaxpr(self._loop.body)[0], shard.gathering.quantized

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jax.sharding import Mesh
 
 from zerojax.graph.contractions import Contraction
+from zerojax.graph.dimensions import Name, names_of
 from zerojax.graph.lookups import Lookup
 from zerojax.graph.primitives import LABELS, SLICES
 from zerojax.plan import layout
@@ -16,20 +17,29 @@ from zerojax.xla.jaxprs import param
 from zerojax.xla.types import Atom, Equation
 
 
-def _transpose(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    return tuple(spec[i] for i in param(eqn, "permutation"))
+def _named(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
+    """Returns the spec by the names of the dimensions, of the first operand and of the result."""
+    names = names_of(eqn) or ()
+    return _by_name(spec, names[0], names[-1])
 
 
-def _squeeze(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    return tuple(s for i, s in enumerate(spec) if i not in param(eqn, "dimensions"))
+def _unnamed(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
+    names = names_of(eqn) or ()
+    return _by_name(spec, names[-1], names[0])
+
+
+def _by_name(spec: Spec, one: Sequence[Name], other: Sequence[Name]) -> Spec | None:
+    """Returns the spec of an array with the names ``other``; None if it lacks a dimension that the
+    spec shards."""
+    entries = {name: entry for name, entry in zip(one, spec, strict=True) if entry is not None}
+    is_known = None not in entries and entries.keys() <= {*other}
+    return tuple(entries.get(name) for name in other) if is_known else None
 
 
 def _broadcast(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    old, new = eqn.invars[0].aval, eqn.outvars[0].aval
-    if old.size != new.size:
-        return None  # a true broadcast uses the parameter
-    entries = dict(zip(param(eqn, "broadcast_dimensions"), spec, strict=True))
-    return tuple(entries.get(d) for d in range(new.ndim))
+    # A true broadcast uses the parameter.
+    is_same_size = eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return _named(eqn, spec, mesh) if is_same_size else None
 
 
 def _reshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -53,17 +63,8 @@ def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) ->
     return tuple(out)
 
 
-def _untranspose(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    entries = dict(zip(param(eqn, "permutation"), spec, strict=True))
-    return tuple(entries[d] for d in range(len(spec)))
-
-
 def _unreshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     return _reshaped(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, spec, mesh)
-
-
-def _slice(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    return _where_complete(spec, _same_sizes(eqn.invars[0], eqn.outvars[0]))
 
 
 def _lookup(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -108,8 +109,8 @@ def adds_up(eqn: Equation) -> bool:
 _Rule = Callable[[Equation, Spec, Mesh], Spec | None]
 
 FORWARD: Mapping[str, _Rule] = {
-    "transpose": _transpose,
-    "squeeze": _squeeze,
+    "transpose": _named,
+    "squeeze": _named,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
 }
@@ -117,14 +118,14 @@ FORWARD: Mapping[str, _Rule] = {
 would move between devices."""
 
 TAKES: Mapping[str, _Rule] = {
-    "slice": _slice,
-    "dynamic_slice": _slice,
+    "slice": _named,
+    "dynamic_slice": _named,
     "gather": _lookup,
 }
 """Forward rules of primitives whose result is a part of their first operand: a layer of a stack."""
 
 BACKWARD: Mapping[str, _Rule] = {
-    "transpose": _untranspose,
+    "transpose": _unnamed,
     "reshape": _unreshape,
     "squeeze": _unreshape,
     "reduce_sum": _unreshape,  # of a dimension of size 1, along which a parameter was broadcast
@@ -176,12 +177,8 @@ def operand_specs(eqn: Equation, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
         operand_spec = backward(eqn, spec, mesh)
     elif name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
         operand_spec = tuple(spec[d] for d in param(eqn, "broadcast_dimensions"))
-    elif name == "pad":
-        operand_spec = _where_complete(
-            spec, [not any(each) for each in param(eqn, "padding_config")]
-        )
-    elif name in SLICES:
-        operand_spec = TAKES[name](eqn, spec, mesh)
+    elif name in SLICES | {"pad"}:
+        operand_spec = _unnamed(eqn, spec, mesh)
     elif name == "scatter-add":
         entry_spec = _lookup(eqn, spec, mesh)
         return {} if entry_spec is None else {0: spec, 2: entry_spec}

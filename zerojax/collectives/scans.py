@@ -267,7 +267,11 @@ class Loop:
 
     def _iterations(self) -> tuple[_Carry, _Stacked]:
         """Runs the iterations; returns the last carry, and the stacks."""
-        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self._decided.sums.roots]
+        zeros = [
+            zero if spec is None else self._scans.constrain(zero, spec)
+            for v, spec in self._decided.in_place.items()
+            for zero in [jnp.zeros(v.aval.shape, v.aval.dtype)]
+        ]
         prefetched, deferred = self._prefetched, self._deferred
         start = _Carry(self._carry, zeros, prefetched.first(), deferred.first())
         orders = prefetched.order(), deferred.order()
@@ -396,7 +400,10 @@ class Loop:
         scans, sums = self._scans, self._decided.sums
         specs = {v: sums.spec(v, scans.mesh, scans.axis) for v in sums.roots}
         by_root = {}
-        for v, x in zip(sums.roots, totals, strict=True):
+        for (v, own), x in zip(self._decided.in_place.items(), totals, strict=True):
+            if own is not None:
+                by_root[v] = scans.constrain(x, own)
+                continue
             with scans.ledger.at(sums.producer(v)), scans.ledger.of(*sums.targets(v)):
                 # XLA moves a sum over the devices out of the loop only if it is constrained to the
                 # full array first: of 64 time steps each would reduce-scatter the gradient, 59 MB

@@ -125,12 +125,15 @@ class Shard:
       gathered: The unsharded copy if one exists: gathered in advance (at stages 1 and 2, and at
         stage 3 if the parameter stays gathered), or by a loop one iteration ahead.
       gathering: How a use gathers it.
+      master: The array of which ``value`` is a copy in the compute dtype, if there is one. A loop
+        that gathers ahead rounds it layer by layer, so that XLA holds no rounded copy of a stack.
     """
 
     value: jax.Array
     spec: Spec
     gathered: UnshardedCopy | None = None
     gathering: Gathering = Gathering()
+    master: jax.Array | None = None
 
     @property
     def unsharded(self) -> jax.Array | None:

@@ -30,6 +30,7 @@ from zerojax.collectives.reduction import cut_evenly
 from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import axis_size, batch_axes
 from zerojax.graph.contractions import RESULT, Contraction
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
@@ -107,7 +108,14 @@ class Product(NamedTuple):
         return _spec(len(shape), (of_batch or candidates)[0], gatherer)
 
 
-def find_product(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | None:
+def find_product(
+    eqn: Equation,
+    at: int,
+    spec: Spec,
+    gatherer: Gatherer,
+    dims: RowDimensions,
+    runs: int | None = None,
+) -> Product | None:
     """Returns an equation as a product of which array ``at`` stays sharded by ``spec``; None if the
     array is gathered, or reduced.
 
@@ -116,9 +124,12 @@ def find_product(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Prod
       at: 0 or 1 for a weight that is an operand, 2 for a gradient, the result.
       spec: The array's spec.
       gatherer: Gathers parameters and reduces gradients.
+      dims: The dimensions along which values need not be complete.
+      runs: The iterations of a loop that would gather the weight once, before it, and reduce the
+        sum of the gradients once, after it; None outside such loops.
     """
     contraction = Contraction.of(eqn)
-    if contraction is None or any(contraction.batched) or not _is_supported(gatherer):
+    if contraction is None or any(contraction.batched) or not multiplies_shards(gatherer):
         return None
     arrays = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     split = cut_evenly(arrays[at].shape, spec, gatherer)
@@ -131,8 +142,15 @@ def find_product(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Prod
     (other,) = columns.keys() - {at}
     rows = [d for d, each in enumerate(names[sent]) if each not in names[at]]
     sizes = [*map(jaxprs.nbytes, arrays)]
-    moved = sizes[sent] + sizes[other] / axis_size(gatherer.mesh, gatherer.axis)
-    if _TIMES * moved > sizes[at] or not _divisible(arrays[sent].shape, rows, gatherer):
+    if at == RESULT:
+        # So that a gradient summed in float32 follows its weight.
+        sizes[at] = arrays[at].size * arrays[sent].dtype.itemsize
+    moved: float = sizes[sent]
+    if not dims.stays_sharded((*eqn.invars, *eqn.outvars)[other], columns[other]):
+        # Another equation needs rows: an all-to-all of a device's columns.
+        moved += sizes[other] / axis_size(gatherer.mesh, gatherer.axis)
+    times = _TIMES if runs is None else runs
+    if times * moved > sizes[at] or not _divisible(arrays[sent].shape, rows, gatherer):
         return None
     return Product(eqn, columns, sent, rows, sizes[at])
 
@@ -151,11 +169,12 @@ def of_weight(
     is_gathered = weight.gathered is not None or emitted.copy_of(weight) is not None
     if is_gathered or weight.gathering.host or weight.gathering.narrow is not None:
         return None
-    return find_product(eqn, at, weight.spec, gatherer)
+    return find_product(eqn, at, weight.spec, gatherer, scope.row_dims)
 
 
-def _is_supported(gatherer: Gatherer) -> bool:
-    """Returns whether parameters are gathered in each pass, over all devices, and unquantized."""
+def multiplies_shards(gatherer: Gatherer) -> bool:
+    """Returns whether weights may stay sharded in products: whether parameters are gathered in each
+    pass, over all devices, and unquantized."""
     over_all = batch_axes(gatherer.mesh) == (gatherer.axis,) and gatherer.sums_own_rows
     return over_all and not gatherer.keep and gatherer.sent == UNQUANTIZED
 

@@ -112,6 +112,7 @@ class Uses:
       varies: For the uses of a loop's constant, by variable whether the value differs between
         iterations. One layer of the constant an iteration is then left out, but not a value
         computed from all of it, which each iteration would gather.
+      runs: The number of iterations of that loop; None if unknown.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class Uses:
         *,
         surely: bool = False,
         varies: Mapping[Atom, bool] | None = None,
+        runs: int | None = None,
     ) -> None:
         self._gatherer, self._rows, self._surely, self._varies = gatherer, rows, surely, varies
+        self._runs = runs
         self._mesh, self._axis = gatherer.mesh, gatherer.axis
 
     def dtypes(self, jaxpr: Jaxpr, v: Atom, spec: Spec) -> frozenset[np.dtype]:
@@ -159,6 +162,8 @@ class Uses:
             return _NONE
         if self._surely and self._is_unsure(eqn, i, spec):
             return _NONE
+        if self._runs is not None and self._stays(eqn, i, spec):
+            return _NONE
         if eqn.primitive is prims.cond_p and self._varies is not None:
             branches = [(region.jaxpr, region.argument(i)) for region in regions(eqn)]
             found = (self._dtypes(*each, spec, lambda *_: own_dtype) for each in branches)
@@ -180,8 +185,12 @@ class Uses:
     def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
             return lookups.spec_by_rows(eqn, spec, self._gatherer, self._rows) is not None
-        stays = sharded_products.find_product(eqn, i, spec, self._gatherer) is not None
-        return stays or eqn.primitive.name in _NOT_SURE
+        return self._stays(eqn, i, spec) or eqn.primitive.name in _NOT_SURE
+
+    def _stays(self, eqn: Equation, i: int, spec: Spec) -> bool:
+        """Returns whether an equation multiplies the shards of its operand ``i``."""
+        arguments = self._gatherer, self._rows, self._runs
+        return sharded_products.find_product(eqn, i, spec, *arguments) is not None
 
     def _is_layer(self, eqn: Equation) -> bool:
         """Returns whether an equation takes one layer of a loop's constant, another one in each

@@ -52,8 +52,8 @@ class Analysis(Generic[F]):
         index or condition that decides what runs.
       enters: Whether programs inside equations are analysed. If not, the rule ``unknown`` maps the
         facts of all operands of a call or a loop to those of its results.
-      everywhere: Receives, forward, the facts of all variables, also of the programs inside
-        equations: the joint facts, if several equations run one program.
+      everywhere: Receives the facts of all variables, also of the programs inside equations: the
+        joint facts, if several equations run one program.
 
     Example:
       >>> import operator, jax
@@ -110,7 +110,9 @@ class Analysis(Generic[F]):
         # Constants of the program are no arguments, and get the bottom.
         env = defaultdict(lambda: self._bottom, zip(jaxpr.invars, given, strict=True))
         run = functools.partial(self._across, self.through)
-        ends = jaxprs.interpret(jaxpr, env, run, lambda literal: self._bottom)
+        return self._noted(jaxprs.interpret(jaxpr, env, run, lambda literal: self._bottom), env)
+
+    def _noted(self, ends: Sequence[F], env: Mapping[Atom, F]) -> Facts[F]:
         if (known := self._everywhere) is not None:
             known.update((v, self._join(known.get(v, fact), fact)) for v, fact in env.items())
         return Facts(ends, env)
@@ -189,13 +191,14 @@ class Analysis(Generic[F]):
         # All uses of a value come after its equation, so that its fact is complete there.
         for equation in reversed(jaxpr.eqns):
             results = [env.get(v, self._bottom) for v in equation.outvars]
-            operands = self._across(self._back_through, equation, results)
+            operands = self._across(self.back_through, equation, results)
             for v, fact in zip(equation.invars, operands, strict=True):
                 add(v, fact)
-        return Facts([env.get(v, self._bottom) for v in jaxpr.invars], env)
+        return self._noted([env.get(v, self._bottom) for v in jaxpr.invars], env)
 
-    def _back_through(self, equation: Equation, results: Sequence[F]) -> Sequence[F]:
-        """Computes the facts of operands from those of results, through the programs inside."""
+    def back_through(self, equation: Equation, results: Sequence[F]) -> Sequence[F]:
+        """Computes the facts of operands from those of results, as :meth:`through` does the
+        reverse."""
         operands = [self._bottom] * len(equation.invars)
         for region in regions(equation):
             needed = [self._bottom] if region.decides else list(results)

@@ -146,6 +146,54 @@ class Graph:
                 todo += operands(equation, v)
         return Slice([equations[place] for place in sorted(equations)], [*ends])
 
+    def connected(self, start: Atom, joins: Callable[[Atom], bool]) -> Slice:
+        """Returns the equations that compute or take ``start``, or values that ``joins`` and that
+        such equations connect with it, and the equations on the way from one of them to another."""
+        found, todo, seen = dict[int, Equation](), [start], {start}
+        while todo:
+            v = todo.pop()
+            producer = self.producer(v)
+            near = [use.equation for use in self.users(v)]
+            near += [] if producer is None else [producer]
+            found |= {self.place(equation): equation for equation in near}
+            atoms = {
+                x
+                for equation in near
+                for x in (*equation.invars, *equation.outvars)
+                if not isinstance(x, core.Literal)
+            }
+            todo += (new := {x for x in atoms - seen if joins(x)})
+            seen |= new
+        later = {v for equation in found.values() for v in equation.outvars}
+        for equation in self.backward_slice(jaxprs.operands(found.values())).equations:
+            if not later.isdisjoint(jaxprs.variables(equation.invars)):
+                found[self.place(equation)] = equation
+                later.update(equation.outvars)
+        equations = [found[place] for place in sorted(found)]
+        computed = {v for equation in equations for v in equation.outvars}
+        return Slice(equations, [v for v in jaxprs.operands(equations) if v not in computed])
+
+    def around(self, part: Slice) -> tuple[list[Equation], list[Equation]]:
+        """Returns the equations that run before a part of the program, and those after it: up to
+        its end, those are after it that depend on it."""
+        last, depends = self.place(part.equations[-1]), {*part.results}
+        before, after = list[Equation](), list[Equation]()
+        for equation in self.without(part.equations):
+            depends_on_it = not depends.isdisjoint(jaxprs.variables(equation.invars))
+            depends.update(equation.outvars if depends_on_it else ())
+            is_after = depends_on_it or self.place(equation) > last
+            (after if is_after else before).append(equation)
+        return before, after
+
+    def used_outside(self, part: Slice) -> list[Atom]:
+        """Returns the results of a part of the program that the rest of it uses, in order."""
+        own = {id(equation) for equation in part.equations}
+        return [
+            v
+            for v in part.results
+            if self.returned(v) or any(id(use.equation) not in own for use in self.users(v))
+        ]
+
     def groups(self, key: Callable[[Equation], object]) -> list[list[Equation]]:
         """Returns the equations in groups, in an order in which they can run: those with equal
         keys together, as far as none depends on another.

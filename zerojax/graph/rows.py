@@ -17,9 +17,10 @@ from typing import NamedTuple
 from jax.extend import core
 
 from zerojax.graph.analysis import Analysis
-from zerojax.graph.contractions import Contraction
+from zerojax.graph.columns import needed_dims
+from zerojax.graph.dimensions import names_of
 from zerojax.graph.lookups import Lookup
-from zerojax.graph.primitives import CONTRACTIONS
+from zerojax.graph.primitives import CONTRACTIONS, REDUCTIONS
 from zerojax.graph.regions import regions
 from zerojax.xla.jaxprs import open_jaxpr, param
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
@@ -33,11 +34,13 @@ class RowFactor(NamedTuple):
       dim: The dimension.
       size: The number of rows.
       stride: The number of elements from one row to the next.
+      origin: The position of the argument that the rows come from, among those of the program.
     """
 
     dim: int
     size: int
     stride: int = 1
+    origin: int = -1
 
 
 Rows = frozenset[RowFactor]
@@ -51,6 +54,8 @@ class RowDimensions:
     Args:
       find: Returns the rows of each variable, also of the programs inside equations; a program that
         several equations run has those of all of them. It is called once somebody asks.
+      need: Returns, by variable, the dimensions along which some use needs all entries on one
+        device, see :mod:`zerojax.graph.columns`; it is called once somebody asks.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -61,10 +66,15 @@ class RowDimensions:
     """
 
     find: Callable[[], Mapping[Atom, Rows]] = dict
+    need: Callable[[], Mapping[Atom, frozenset[int]]] = dict
 
     @functools.cached_property
     def _of(self) -> Mapping[Atom, Rows]:
         return self.find()
+
+    @functools.cached_property
+    def _needed(self) -> Mapping[Atom, frozenset[int]]:
+        return self.need()
 
     @classmethod
     def of_program(cls, closed: AnyJaxpr, given: Sequence[int | None]) -> RowDimensions:
@@ -76,15 +86,40 @@ class RowDimensions:
         """
         jaxpr, _ = open_jaxpr(closed)
         rows = [
-            whole(v.aval.shape, [] if d is None else [d])
-            for v, d in zip(jaxpr.invars, given, strict=True)
+            frozenset(x._replace(origin=i) for x in whole(v.aval.shape, [] if d is None else [d]))
+            for i, (v, d) in enumerate(zip(jaxpr.invars, given, strict=True))
         ]
         return cls(functools.partial(_followed, jaxpr, rows))
 
+    def with_weights(self, closed: AnyJaxpr, split: Sequence[int | None]) -> RowDimensions:
+        """Returns these rows with :attr:`need`, of a program whose arguments are weights that are
+        sharded along the dimensions ``split``; None for other arguments."""
+        jaxpr, _ = open_jaxpr(closed)
+
+        def need() -> Mapping[Atom, frozenset[int]]:
+            weights = RowDimensions.of_program(jaxpr, split)
+
+            def same(left: Atom, i: int, right: Atom, j: int) -> bool:
+                return not weights.origins(left, i).isdisjoint(weights.origins(right, j))
+
+            return needed_dims(jaxpr, same, lambda v: bool(self.dims(v)))
+
+        return RowDimensions(self.find, need)
+
     def dims(self, atom: Atom) -> list[int]:
         """Returns the dimensions of a value along which rows lie, in order."""
-        known = NONE if isinstance(atom, core.Literal) else self._of.get(atom, NONE)
-        return sorted({x.dim for x in known})
+        return sorted({x.dim for x in self._rows(atom)})
+
+    def origins(self, atom: Atom, dim: int) -> set[int]:
+        """Returns the positions of the arguments whose rows lie along a dimension of a value."""
+        return {x.origin for x in self._rows(atom) if x.dim == dim and x.origin >= 0}
+
+    def stays_sharded(self, atom: Atom, dim: int) -> bool:
+        """Returns whether no use of a value needs all its entries along a dimension."""
+        return atom in self._needed and dim not in self._needed[atom]
+
+    def _rows(self, atom: Atom) -> Rows:
+        return NONE if isinstance(atom, core.Literal) else self._of.get(atom, NONE)
 
 
 def _followed(jaxpr: Jaxpr, given: Sequence[Rows]) -> Mapping[Atom, Rows]:
@@ -148,18 +183,14 @@ def _kept(eqn: Equation, ins: Sequence[Rows], shape: Sequence[int], *, parts: bo
     return frozenset(kept)
 
 
-def _transpose(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
-    return [_moved(ins[0], {old: new for new, old in enumerate(param(eqn, "permutation"))})]
-
-
-def _broadcast(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
-    return [_moved(ins[0], dict(enumerate(param(eqn, "broadcast_dimensions"))))]
-
-
-def _reduce(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
-    n, axes = eqn.invars[0].aval.ndim, param(eqn, "axes")
-    left = [d for d in range(n) if d not in axes]
-    return [_moved(NONE.union(*ins), {old: new for new, old in enumerate(left)})]
+def _named(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
+    """The rule of primitives whose dimensions have names."""
+    *operands, result = names_of(eqn) or ()
+    moved = (
+        _moved(rows, {d: result.index(name) for d, name in enumerate(of) if name in result})
+        for rows, of in zip(ins, operands, strict=True)
+    )
+    return [NONE.union(*moved)]
 
 
 def _reshape(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
@@ -174,13 +205,8 @@ def _reshape(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
             behind = math.prod(new[d + 1 :])
             low, high = max(first, behind), min(last, behind * n)
             if low < high:
-                found.add(RowFactor(d, high // low, low // behind))
+                found.add(RowFactor(d, high // low, low // behind, x.origin))
     return [frozenset(found)]
-
-
-def _product(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
-    product = Contraction.of(eqn)
-    return [NONE.union(*(_moved(rows, product.places(i)) for i, rows in enumerate(ins)))]
 
 
 def _convolution(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
@@ -214,11 +240,8 @@ def _scatter(eqn: Equation, ins: Sequence[Rows]) -> list[Rows]:
 
 
 _RULES = {
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
+    **dict.fromkeys(REDUCTIONS | CONTRACTIONS | {"transpose", "broadcast_in_dim"}, _named),
     "reshape squeeze": _reshape,
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin": _reduce,
-    **dict.fromkeys(CONTRACTIONS, _product),
     "conv_general_dilated": _convolution,
     "gather": _gather,
     "scatter scatter-add scatter-mul scatter-max scatter-min scatter-sub": _scatter,

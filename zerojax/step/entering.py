@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -78,6 +79,15 @@ def enter(
     live_paths = plan.live.paths if not inserter.share else ()
     live_indices = [i for i, leaf in enumerate(leaves) if leaf.path in live_paths]
     return BodyArrays(entered, gather_once.by_plan(entered, inserter, live_indices, field))
+
+
+def with_masters(entered: BodyArrays, masters: Sequence[jax.Array]) -> BodyArrays:
+    """Returns arrays of which some are copies in the compute dtype, with the arrays at rest that
+    they are copies of."""
+    pairs = zip(entered.values, masters, strict=True)
+    return entered._replace(
+        values=[replace(x, master=master) if isinstance(x, Shard) else x for x, master in pairs]
+    )
 
 
 def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, PyTree]) -> BodyArrays:

@@ -15,6 +15,7 @@ from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
 from zerojax.collectives import gather_once
 from zerojax.collectives.matrices import with_matrices
+from zerojax.collectives.sharded_products import multiplies_shards
 from zerojax.devices.mesh import STAGE
 from zerojax.graph.rows import RowDimensions
 from zerojax.pipeline.program import Pipeline
@@ -31,6 +32,7 @@ from zerojax.step.own_update import wanted_specs, with_gradient_norm
 from zerojax.step.program import StepSetting
 from zerojax.step.view import cast
 from zerojax.trace.broadcasts import with_broadcasts_in_loops
+from zerojax.trace.chunked_loss import Sizes, with_chunked_losses
 from zerojax.trace.dependence import check_late, with_updated_copies
 from zerojax.trace.explicit import automatic_update, typed_replicated
 from zerojax.trace.loss_scaling import replacements
@@ -105,6 +107,11 @@ def evaluate_body(
 
     # Decide how the parameters that stay gathered are gathered.
     given, kept, dims = _arguments(setting, start, params, batch)
+    # On other meshes devices share the tokens of a row, or the vocabulary.
+    if k == 1 and setting.explicit is None and inserter.devices == setting.plan.mesh.size:
+        sizes = Sizes(inserter.devices, multiplies_shards(inserter))
+        rows_of = functools.partial(RowDimensions.of_program, given=dims)
+        closed = with_chunked_losses(closed, rows_of, sizes)
     rows = RowDimensions.of_program(closed, dims)
     # Under accumulation each micro-batch's loop would gather the stacks again.
     fill = inserter.overlap and k == 1

@@ -13,7 +13,7 @@ from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import Further
-from zerojax.step.entering import enter
+from zerojax.step.entering import enter, with_masters
 from zerojax.step.evaluate_body import evaluate_body
 from zerojax.step.program import MakeSignals, StepResult, StepSetting
 from zerojax.step.view import (
@@ -86,6 +86,8 @@ class ResidentStep:
         start = parts._replace(params=compute, opt_state=view)
         plan = setting.plan
         entered = enter(setting.inserter, plan, plan.compute, jax.tree.leaves(compute))
+        if dtype is not None and not plan.secondary():
+            entered = with_masters(entered, jax.tree.leaves(parts.params))
         new_parts, out = evaluate_body(setting, self._tx, start, entered, batch, further)
         after: View = new_parts.opt_state
         skips = setting.config.skips_overflow

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, Value
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree, Value
 
 J = TypeVar("J", bound=AnyJaxpr)
 
@@ -163,7 +163,7 @@ def renamed(
 
 
 def traced(
-    function: Callable[..., jax.Array], operands: Sequence[Atom]
+    function: Callable[..., PyTree], operands: Sequence[Atom]
 ) -> tuple[Iterable[Equation], Sequence[Atom]]:
     """Traces a function; returns its equations, which take ``operands``, and its results."""
     closed = jax.make_jaxpr(function)(*(jaxprs.like(v.aval) for v in operands))
@@ -173,7 +173,7 @@ def traced(
 
 
 def replaced(
-    eqn: Equation, function: Callable[..., jax.Array], operands: Sequence[Atom]
+    eqn: Equation, function: Callable[..., PyTree], operands: Sequence[Atom]
 ) -> list[Equation]:
     """Returns the equations of a function of `operands`, which compute the result of `eqn`."""
     with jaxprs.traced_where(eqn):

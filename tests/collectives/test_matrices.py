@@ -188,8 +188,7 @@ def with_coefficients(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
 
 
 def in_branches(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
-    update = lambda *x: chained(*x)  # noqa: E731
-    return jax.lax.cond(a[0, 0, 0] > 0, update, lambda *x: x, a, b, c)
+    return jax.lax.cond(a[0, 0, 0] > 0, lambda *x: chained(*x), lambda *x: x, a, b, c)
 
 
 @pytest.mark.parametrize("update", [chained, with_coefficients, in_branches])
@@ -215,7 +214,8 @@ def test_the_same_program(update: Callable[..., Any], axes: Any, spec: Any) -> N
             x, layout.sharding(mesh, spec)
         ),
     )
-    run = MatrixUpdate(gatherer, [x.shape for x in args], [spec] * 3)
+    specs = [spec, spec and (None, *spec[:0:-1]), spec]  # of columns where others are of rows
+    run = MatrixUpdate(gatherer, [x.shape for x in args], specs)
 
     def distributed(*args: jax.Array) -> Any:
         return TracedUpdate(update, *args)(*args, run=run)

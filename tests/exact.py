@@ -48,7 +48,9 @@ _INTEGER: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def run(closed: Any, args: Sequence[Array]) -> list[Array]:
+def run(
+    closed: Any, args: Sequence[Array], equation: Callable[..., Any] | None = None
+) -> list[Array]:
     """The results of a jaxpr on arrays of :func:`lift` or :func:`arbitrary`."""
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     env: dict[Any, Array] = dict(
@@ -59,7 +61,7 @@ def run(closed: Any, args: Sequence[Array]) -> list[Array]:
         return lift(np.asarray(v.val, v.aval.dtype)) if hasattr(v, "val") else env[v]
 
     for eqn in jaxpr.eqns:
-        outs = _equation(eqn, [read(v) for v in eqn.invars])
+        outs = (equation or _equation)(eqn, [read(v) for v in eqn.invars])
         for v, x in zip(eqn.outvars, outs, strict=True):
             assert np.shape(x) == v.aval.shape, (eqn.primitive, np.shape(x), v.aval)
             env[v] = _typed(x, v.aval.dtype)
@@ -407,4 +409,32 @@ def _cond(eqn: Any, values: list[Array]) -> Sequence[Array]:
     ]
 
 
-_CONTROL: dict[str, Callable[..., Any]] = {"scan": _scan, "while": _while, "cond": _cond}
+def _shard_map(eqn: Any, values: list[Array]) -> Sequence[Array]:
+    """Evaluates the program of each device, and in it the branch that the device takes."""
+    p, outs = eqn.params, [np.zeros(v.aval.shape, np.uint64) for v in eqn.outvars]
+    sizes: dict[str, int] = dict(p["mesh"].shape)
+
+    def own(eqn: Any, values: list[Array]) -> Sequence[Array]:
+        if eqn.primitive.name != "cond":
+            return _equation(eqn, values)
+        return run(eqn.params["branches"][int(values[0])], values[1:])
+
+    for at in np.ndindex(*sizes.values()):
+        place = dict(zip(sizes, at, strict=True))
+
+        def shard(x: Array, spec: Any, place: dict[str, int] = place) -> Array:
+            for d, entry in enumerate(spec):
+                for name in (entry,) if isinstance(entry, str) else entry or ():
+                    x = np.split(x, sizes[name], d)[place[name]]
+            return x
+
+        args = [shard(x, spec) for x, spec in zip(values, p["in_specs"], strict=True)]
+        found = run(p["jaxpr"], args, own)
+        for x, spec, y in zip(outs, p["out_specs"], found, strict=True):
+            shard(x, spec)[...] = y
+    return outs
+
+
+_CONTROL: dict[str, Callable[..., Any]] = {
+    "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
+}  # fmt: skip

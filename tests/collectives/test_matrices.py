@@ -171,7 +171,7 @@ def cubed(x: jax.Array) -> jax.Array:
 
 
 def chained(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
-    """The second call begins at the first one's result; 3 and 5 matrices do not divide among 8
+    """The second call begins at the first one's result; 3 and 9 matrices do not divide among 8
     devices, nor do their rows."""
     for _ in range(2):
         a, b = cubed([a, b])
@@ -182,14 +182,13 @@ def chained(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
 def with_coefficients(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
     """Functions that read the same values, and others; results of which some are literals."""
     one, other = (
-        zerojax.over_matrices(lambda m, n=n: n * m @ m.mT @ m) for n in (a[0, 0], b[0, 0])
+        zerojax.over_matrices(lambda m, n=n: n * m @ m.mT @ m) for n in (a[0, 0, :1], b[0, 0, :1])
     )
     return one([a, b]), one(b), other(b), zerojax.over_matrices(jnp.negative)(c), jnp.zeros((), int)
 
 
 def in_branches(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
-    update = lambda *x: chained(*x)  # noqa: E731
-    return jax.lax.cond(a[0, 0, 0] > 0, update, lambda *x: x, a, b, c)
+    return jax.lax.cond(a[0, 0, 0] > 0, lambda *x: chained(*x), lambda *x: x, a, b, c)
 
 
 @pytest.mark.parametrize("update", [chained, with_coefficients, in_branches])
@@ -207,7 +206,7 @@ def in_branches(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
 def test_the_same_program(update: Callable[..., Any], axes: Any, spec: Any) -> None:
     """To the last bit, in a finite field; matrices that are sharded leave their shards."""
     mesh = zerojax.mesh(8, axes=axes)
-    args = [jnp.ones((n, 3, 5)) for n in (3, 5, 3)]
+    args = [jnp.ones(shape) for shape in ((3, 3, 5), (9, 2, 4), (3, 3, 5))]
     gatherer: Any = SimpleNamespace(
         mesh=mesh,
         ledger=Ledger(mesh),
@@ -215,7 +214,8 @@ def test_the_same_program(update: Callable[..., Any], axes: Any, spec: Any) -> N
             x, layout.sharding(mesh, spec)
         ),
     )
-    run = MatrixUpdate(gatherer, [x.shape for x in args], [spec] * 3)
+    specs = [spec, spec and (None, *spec[:0:-1]), spec]  # of columns where others are of rows
+    run = MatrixUpdate(gatherer, [x.shape for x in args], specs)
 
     def distributed(*args: jax.Array) -> Any:
         return TracedUpdate(update, *args)(*args, run=run)

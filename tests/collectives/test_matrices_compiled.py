@@ -1,5 +1,5 @@
 """What XLA:GPU compiles of Muon, also within optax's wrappers: the collectives and about the memory
-of AdamW, and one all-to-all each way for each group of equal matrices."""
+of AdamW, and one all-to-all each way for each group of equal matrices, and for all others."""
 
 import collections
 from collections.abc import Callable
@@ -28,6 +28,17 @@ DEVICES, WIDTH, LAYERS = 8, 512, 8
 def parameters() -> dict[str, jax.Array]:
     square, up = (LAYERS, WIDTH, WIDTH), (LAYERS, WIDTH, 2 * WIDTH)
     return {name: jnp.zeros(shape) for name, shape in (("in", square), ("out", square), ("up", up))}
+
+
+def with_two() -> dict[str, jax.Array]:
+    """With two more matrices, which do not divide among the devices; one is as large as `up`'s."""
+    two = {"first": (WIDTH, 2 * WIDTH), "last": (2 * WIDTH, WIDTH)}
+    return parameters() | {name: jnp.zeros(shape) for name, shape in two.items()}
+
+
+def loss_of_two(params: Any, x: jax.Array) -> jax.Array:
+    x = x + jnp.tanh(x @ params["first"]) @ params["last"]
+    return loss_of({name: params[name] for name in parameters()}, x)
 
 
 def loss_of(params: Any, x: jax.Array) -> jax.Array:
@@ -67,21 +78,21 @@ def compiled(optimizer: str, around: Around | None = None, *, pair: bool = False
 
     @zero
     def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_of)(state.params, x)
+        loss, grads = jax.value_and_grad(loss_of_two)(state.params, x)
         return state.apply_gradients(grads=grads), loss
 
     def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params=parameters(), tx=tx)
+        return TrainState.create(apply_fn=None, params=with_two(), tx=tx)
 
     @zero
     def pair_step(state: Any, x: jax.Array) -> Any:
         params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        loss, grads = jax.value_and_grad(loss_of_two)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
     def create_pair() -> Any:
-        return parameters(), tx.init(parameters())
+        return with_two(), tx.init(with_two())
 
     batch = jax.ShapeDtypeStruct((DEVICES * 8, WIDTH), jnp.float32)
     if pair:
@@ -112,9 +123,11 @@ def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back(
     adam, muon = (compiled(name, around, pair=pair) for name in ("AdamW", "Muon"))
     width = 2 if around is None else 4  # that of the config orthogonalizes in bf16
     own_shares = width * sum(x.size for x in parameters().values()) // DEVICES
-    assert muon.sent.pop("all-to-all") == 2 * own_shares * (DEVICES - 1) // DEVICES
+    # Four devices compute with each of the two, and return a quarter of the result.
+    two = width * 2 * WIDTH**2 * 5 // 4
+    assert muon.sent.pop("all-to-all") == (2 * own_shares + two) * (DEVICES - 1) // DEVICES
     assert muon.sent == adam.sent
-    assert muon.exchanges == 4  # two shapes, each there and back
+    assert muon.exchanges == 6  # two shapes and the two, each there and back
     assert muon.peak < 1.15 * adam.peak
 
 

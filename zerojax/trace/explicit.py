@@ -188,11 +188,13 @@ def _equation(
     is_constraint = eqn.primitive is prims.sharding_constraint_p and requested is not None
     if is_constraint or eqn.primitive.name in ("reshard", "mesh_cast"):
         return [_placed(values[0], requested, mesh)]
-    if eqn.primitive.name == "shard_map":
+    if eqn.primitive.name == "shard_map" and explicit_axes(jaxprs.param(eqn, "mesh")):
         raise NotImplementedError(
             "jax.shard_map is not supported in a step under explicit axes: make the mesh with "
             "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))."
         )
+    if eqn.primitive.name == "shard_map":
+        return jaxprs.bind(eqn, values)
     params = map_jaxprs(eqn.params, lambda x: jaxprs.shaped_like(x, _automatic(x, mesh)))
     if requested is not None:
         params = params | dict.fromkeys(params.keys() & {*jaxprs.SHARDINGS})

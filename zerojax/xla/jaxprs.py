@@ -361,8 +361,9 @@ def pruned(eqn: Equation, used: Sequence[bool]) -> Equation | None:
 
 
 def bind_in_context(eqn: Equation, values: Sequence[object]) -> Sequence[Any]:
-    """Runs an equation on other operands, in the context in which it was traced."""
-    with context(eqn):
+    """Runs an equation on other operands, in the context in which it was traced, under its own
+    names, which tell the passes of differentiation apart."""
+    with traced_where(eqn):
         return bind(eqn, values)
 
 

@@ -62,6 +62,34 @@ def test_the_bytes_decide(
 
 
 @pytest.mark.parametrize(
+    ("rows", "runs", "stays"),
+    [
+        (512, 16, False),  # all iterations send more than one gather
+        (512, 2, True),
+        (32, 2, False),  # a few small collectives, as of a loop over time
+    ],
+)
+def test_a_loop_counts_its_iterations(rows: int, runs: int, stays: bool) -> None:
+    eqn = product((rows,), (4096, 8192))
+    found = sharded_products.find_product(eqn, 1, COLUMNS, gatherer(), RowDimensions(), runs)
+    assert (found is not None) == stays
+
+
+def test_columns_that_are_only_reduced_are_not_sent() -> None:
+    def largest(x: Any, w: Any) -> jax.Array:
+        return (x @ w).max(1)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3584, 4096), (4096, 8192))]
+    jaxpr = jax.make_jaxpr(largest)(*shapes).jaxpr
+    dims = RowDimensions.of_program(jaxpr, [0, None]).with_weights(jaxpr, [None, 1])
+    found = [
+        sharded_products.find_product(jaxpr.eqns[0], 1, COLUMNS, gatherer(), each) is not None
+        for each in (dims, RowDimensions())
+    ]
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize(
     "keywords",
     [
         {"keep": True},

@@ -41,6 +41,11 @@ _TIMES = 2
 the weight can run ahead of the product, while activations are waited for."""
 
 
+_LEAST = 2**20
+"""The fewest bytes that a product sends in each iteration of a loop: many small collectives, as of
+a loop over time, take longer than one gather before the loop."""
+
+
 class Product(NamedTuple):
     """A product of which one array stays sharded: an operand, or the result.
 
@@ -150,6 +155,8 @@ def find_product(
         # Another equation needs rows: an all-to-all of a device's columns.
         moved += sizes[other] / axis_size(gatherer.mesh, gatherer.axis)
     times = _TIMES if runs is None else runs
+    if runs is not None and sizes[sent] < _LEAST:
+        return None
     if times * moved > sizes[at] or not _divisible(arrays[sent].shape, rows, gatherer):
         return None
     return Product(eqn, columns, sent, rows, sizes[at])

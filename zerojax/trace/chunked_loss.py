@@ -98,15 +98,8 @@ class _Opener(Rewriter):
         computed = {*graph_of(inner).results(lambda each: True)}
         if len(computed.intersection(jaxprs.variables(inner.outvars))) < len(eqn.outvars):
             return [eqn]  # it returns an operand
-        run = functools.partial(jaxprs.evaluate, body, run=_run, opens=jaxprs.is_plain_call)
+        run = functools.partial(jaxprs.evaluate, body, opens=jaxprs.is_plain_call)
         return replaced(eqn, lambda *operands: run(operands), eqn.invars)
-
-
-def _run(
-    eqn: Equation, values: Sequence[object], params: Mapping[str, object] | None = None
-) -> Sequence[jax.Array]:
-    with jaxprs.traced_where(eqn):
-        return jaxprs.bind(eqn, values, params)
 
 
 class _Loss(NamedTuple):
@@ -214,13 +207,16 @@ class _Loss(NamedTuple):
             params[name] = self._sizes(out, jaxprs.param(eqn, name))
         if "slice_sizes" in params:  # of a gather
             params["slice_sizes"] = self._sizes(eqn.invars[0], jaxprs.param(eqn, "slice_sizes"))
-        if eqn.primitive is not prims.pad_p or out not in self.tokens:
-            return _run(eqn, values, params)
-        at, padding = self.tokens[out], [*jaxprs.param(eqn, "padding_config")]
-        padding[at] = (0, 0, 0)
-        (x,) = _run(eqn, values, params | {"padding_config": tuple(padding)})
-        token = index * self.size + lax.broadcasted_iota(jnp.int32, x.shape, at)
-        return [jnp.where(token < eqn.invars[0].aval.shape[at], x, values[1])]
+        at = self.tokens.get(out) if eqn.primitive is prims.pad_p else None
+        if at is not None:
+            padding = enumerate(jaxprs.param(eqn, "padding_config"))
+            params["padding_config"] = tuple((0, 0, 0) if d == at else x for d, x in padding)
+        with jaxprs.traced_where(eqn):
+            results = jaxprs.bind(eqn, values, params)
+            if at is None:
+                return results
+            token = index * self.size + lax.broadcasted_iota(jnp.int32, results[0].shape, at)
+            return [jnp.where(token < eqn.invars[0].aval.shape[at], results[0], values[1])]
 
     def _sizes(self, v: Atom, sizes: Sequence[int]) -> tuple[int, ...]:
         at = self.tokens.get(v)

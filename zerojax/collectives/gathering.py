@@ -49,7 +49,7 @@ class Thresholds:
     Attributes:
       held: The most elements of parameters, and of their gradients, that one loop gathers before
         its first iteration, and reduces after the last one.
-      ahead: The elements of parameters between a use and the gathers that wait for it, see
+      ahead: The fewest elements of parameters between a use and the gathers that wait for it, see
         :mod:`zerojax.collectives.order`.
       in_place: The fewest elements of a weight that stays sharded in its products, see
         :mod:`zerojax.collectives.sharded_products`: a smaller one is gathered in hardly more time

@@ -72,10 +72,12 @@ class Pass(NamedTuple):
     Attributes:
       is_backward: Whether it is a backward pass.
       reused: By ``id`` of a shard whose unsharded array serves several uses of the pass, its size.
+      sums: The partial sums of gradients, for which the next block waits.
     """
 
     is_backward: bool
     reused: Mapping[int, int]
+    sums: Sequence[object] = ()
 
 
 @dataclass(eq=False)

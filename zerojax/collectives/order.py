@@ -17,8 +17,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zerojax.collectives.shard import ReducedGradient, Shard
-from zerojax.devices.mesh import axis_size, batch_devices, sequence_size
+from zerojax.devices.mesh import axis_size, batch_axes, batch_devices, sequence_size
+from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
+from zerojax.plan.layout import SpecEntry
+from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation, Value
 
 
 def hold_until(
@@ -66,6 +70,34 @@ def hold_largest(values: Sequence[jax.Array], done: jax.Array) -> list[jax.Array
     return [_choose(wait, v) if i == at else v for i, v in enumerate(values)]
 
 
+def takes_turns(eqn: Equation, rows: RowDimensions, mesh: Mesh) -> bool:
+    """Returns whether an equation is a rematerialised block of the backward pass that can wait for
+    partial sums: some of its operands have rows first, equally many on each device."""
+    is_block = jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse")
+    return is_block and batch_devices(mesh) == mesh.size and bool(_with_rows(eqn, rows, mesh))
+
+
+def _with_rows(eqn: Equation, rows: RowDimensions, mesh: Mesh) -> list[int]:
+    shapes = [v.aval.shape if _is_float(v.aval) and 0 in rows.dims(v) else () for v in eqn.invars]
+    return [i for i, shape in enumerate(shapes) if shape and shape[0] % mesh.size == 0]
+
+
+def hold_rows(
+    eqn: Equation,
+    values: Sequence[Value],
+    sums: Sequence[jax.Array],
+    rows: RowDimensions,
+    mesh: Mesh,
+) -> list[Value]:
+    """Returns the operands of a block, see :func:`takes_turns`, with the rows of the last one, a
+    cotangent, dependent on their device's part of partial sums [devices, ...]: nothing is sent."""
+    at, own = _with_rows(eqn, rows, mesh)[-1], jnp.zeros(mesh.size, bool)
+    for each in sums:
+        own |= impossible(each[(slice(None), *(0,) * (each.ndim - 1))])
+    held = _choose_parts(own, values[at], 0, batch_axes(mesh), mesh)
+    return [held if i == at else x for i, x in enumerate(values)]
+
+
 def _held(
     v: Shard | jax.Array, wait: jax.Array, constrain: Callable[..., jax.Array]
 ) -> Shard | jax.Array:
@@ -77,6 +109,17 @@ def _held(
 def _choose(wait: jax.Array, x: jax.Array) -> jax.Array:
     # A select leaves the bits of x as they are; a sum with zero would turn -0 into 0.
     return jnp.where(wait, jnp.zeros_like(x), x)
+
+
+def _choose_parts(
+    waits: jax.Array, x: jax.Array, at: int, axes: SpecEntry, mesh: Mesh
+) -> jax.Array:
+    """Returns ``x``, whose dimension ``at`` is sharded over ``axes``, each device's part dependent
+    on its element of ``waits``."""
+    n, size = mesh.size, x.shape[at]
+    wait = lax.broadcast_in_dim(waits, (n, size // n), (0,)).reshape(size)
+    wait = lax.with_sharding_constraint(wait, layout.sharding(mesh, (axes,)))
+    return _choose(lax.broadcast_in_dim(wait, x.shape, (at,)), x)
 
 
 def _is_float(x: Any) -> bool:
@@ -186,16 +229,10 @@ class Window:
         if result is None or len(dims) != 1 or shard.spec[dims[0]] != self._axis:
             return shard.value
         # Device d holds part d of this dimension, and waits for an element of part d of the rows.
-        n, (at,), shape = self._mesh.size, dims, shard.value.shape
-        if shape[at] % n:
+        if shard.value.shape[dims[0]] % self._mesh.size:
             return shard.value
-        first = self._first(result)
-        first = lax.optimization_barrier(first)
-        wait = lax.broadcast_in_dim(impossible(first), (n, shape[at] // n), (0,)).reshape(shape[at])
-        wait = lax.with_sharding_constraint(wait, layout.sharding(self._mesh, (self._axis,)))
-        delayed = jnp.where(
-            lax.broadcast_in_dim(wait, shape, (at,)), jnp.zeros_like(shard.value), shard.value
-        )
+        first = lax.optimization_barrier(self._first(result))
+        delayed = _choose_parts(impossible(first), shard.value, dims[0], self._axis, self._mesh)
         return lax.with_sharding_constraint(delayed, layout.sharding(self._mesh, shard.spec))
 
     def _first(self, result: jax.Array) -> jax.Array:

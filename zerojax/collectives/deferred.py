@@ -22,6 +22,7 @@ from zerojax.collectives import order, propagate
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
 from zerojax.collectives.prefetch import LEAST
+from zerojax.collectives.reduction import pin_to_devices
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.rows import RowDimensions
@@ -75,6 +76,17 @@ class DeferredReductions:
         shards filled with zeros."""
         avals = [self._stacks[i].aval for i in self._sums]
         return [(None, jnp.zeros(aval.shape, aval.dtype)) for aval in avals]
+
+    def hold(self, given: list[Pending], gathered: jax.Array | None) -> list[Pending]:
+        """Delays the smallest of the pending partial sums until the array ``gathered`` exists. XLA
+        combines one layer's reductions, so that all of them wait."""
+        parts = [x for x, _ in given if x is not None]
+        if gathered is None or not parts:
+            return given
+        smallest = min(parts, key=lambda x: x.size)
+        (held,) = order.hold_largest([smallest], gathered)
+        held = pin_to_devices(held, self._gatherer)
+        return [(held if x is smallest else x, stack) for x, stack in given]
 
     def reduced(self, given: Sequence[Pending]) -> list[ReducedGradient | None]:
         """Reduces the partial sums of the previous iteration to gradients; None where there are

@@ -72,7 +72,7 @@ def test_what_is_inserted_is_an_identity(
     function: Callable[..., jax.Array], axes: dict[str, int], rows: tuple[int, ...]
 ) -> None:
     rng = np.random.default_rng(0)
-    weights = [rng.normal(size=(96, 96)).astype("float32") for _ in range(4)]
+    weights = [rng.normal(size=(96, 96)).astype("float32") for _ in range(6)]
     x = rng.normal(size=(*rows, 96)).astype("float32")
     mesh = zerojax.mesh(axes=axes)
     axis = zero_axis(mesh)

@@ -42,6 +42,8 @@ class ProgramDecisions:
       wants: By variable, the spec of the shard of each gradient, and of each value of which one is
         computed. Terms that are added up before they are reduced are left out.
       reductions: By variable, the reduction of each gradient that its equation produces.
+      block_sums: By gradient, the sums of several rematerialised blocks of which it is the sum, by
+        result of a block, see :func:`zerojax.collectives.deferred.decide_block_sums`.
       leaving: The stacks that wait in host memory for the backward pass.
       used_unsharded: The arguments that are shards which a use other than a lookup needs unsharded.
       inside: By ``id`` of an equation that is not run as it is, the decisions on it.
@@ -49,9 +51,16 @@ class ProgramDecisions:
 
     wants: Mapping[Atom, Spec]
     reductions: Mapping[Atom, Reduction]
+    block_sums: Mapping[Atom, Mapping[Atom, RowSum]]
     leaving: set[Atom]
     used_unsharded: frozenset[Atom]
     inside: dict[int, EquationDecisions] = field(default_factory=dict)
+
+    def row_sums(self, eqn: Equation) -> dict[Atom, RowSum]:
+        """Returns the sums over rows in a rematerialised block that later blocks add to."""
+        results = {v: each for sums in self.block_sums.values() for v, each in sums.items()}
+        found = [results[v] for v in eqn.outvars if v in results]
+        return {each.eqn.outvars[0]: each for each in found}
 
     @functools.cached_property
     def placed(self) -> set[Atom]:
@@ -192,6 +201,9 @@ def decide_program(
     return ProgramDecisions(
         wants={v: spec for v, spec in wants.items() if v not in sums.added},
         reductions={v: each for v, each in reductions.items() if v not in sums.added},
+        block_sums={}
+        if scope.host or scope.row_sums
+        else deferred.decide_block_sums(jaxpr, wants, gatherer, rows),
         leaving=set() if smallest is None else residuals.find_leaving(jaxpr, smallest),
         used_unsharded=frozenset(v for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)),
     )

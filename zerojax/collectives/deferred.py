@@ -1,9 +1,12 @@
-"""Reduction of a loop's gradients one iteration later.
+"""Reduction of a loop's gradients one iteration later, and of several blocks' after the last.
 
 A loop over layers computes each layer's gradients at the end of an iteration, where the loop would
 wait for a reduce-scatter. So each device carries its partial sums into the next iteration, which
 reduces them while it computes; the last iteration's are reduced after the loop. This holds one more
 layer of gradients.
+
+Rematerialised blocks outside loops that use one parameter compute a gradient of it each. Each
+device adds up its partial sums of them, which are reduced after the last block.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import propagate
+from zerojax.collectives import order, propagate
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
 from zerojax.collectives.prefetch import LEAST
+from zerojax.collectives.reduction import pin_to_devices
 from zerojax.collectives.shard import ReducedGradient
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.rows import RowDimensions
@@ -71,6 +75,17 @@ class DeferredReductions:
     def first(self) -> list[Pending]:
         """Returns the state that the first iteration receives: no partial sums, and no stacks."""
         return [(None, None) for _ in self._sums]
+
+    def hold(self, given: list[Pending], gathered: jax.Array | None) -> list[Pending]:
+        """Delays the smallest of the pending partial sums until the array ``gathered`` exists. XLA
+        combines one layer's reductions, so that all of them wait."""
+        parts = [x for x, _ in given if x is not None]
+        if gathered is None or not parts:
+            return given
+        smallest = min(parts, key=lambda x: x.size)
+        (held,) = order.hold_largest([smallest], gathered)
+        held = pin_to_devices(held, self._gatherer)
+        return [(held if x is smallest else x, stack) for x, stack in given]
 
     def reduced(self, given: Sequence[Pending]) -> list[ReducedGradient | None]:
         """Reduces the partial sums of the previous iteration to gradients; None where there are
@@ -147,6 +162,38 @@ def decide_deferrals(
         for i, (v, spec) in enumerate(zip(results, want, strict=True))
         if (row_sum := _row_sum(body, v, spec, gatherer, rows)) is not None
     }
+
+
+def decide_block_sums(
+    jaxpr: Jaxpr, wants: Mapping[Atom, Spec], gatherer: Gatherer, rows: RowDimensions
+) -> dict[Atom, dict[Atom, RowSum]]:
+    """Returns, by sum of the gradients of one parameter that rematerialised blocks compute, the
+    blocks' results with the sums over rows that produce them. None are added up if several
+    parameters' have more elements than the parameters that stay unsharded in a pass.
+
+    Args:
+      jaxpr: The program that contains the blocks.
+      wants: See :func:`zerojax.collectives.target_specs.trace_back`.
+      gatherer: Reduces gradients.
+      rows: The dimensions along which rows of the batch lie.
+    """
+    graph, seen = graph_of(jaxpr), set[Atom]()
+    found: dict[Atom, dict[Atom, RowSum]] = {}
+
+    for out in reversed(graph.in_order(wants)):
+        part = graph.backward_slice([out], through=lambda eqn: eqn.primitive.name == "add_any")
+        blocks = [graph.producer(v) for v in part.ends]
+        if out in seen or not all(x and order.takes_turns(x, rows, gatherer.mesh) for x in blocks):
+            continue
+        seen.update(part.results)
+        sums = {v: _row_sum(jaxpr, v, wants.get(v), gatherer, rows) for v in part.ends}
+        known = {v: each for v, each in sums.items() if each is not None}
+        forms = {each.form for each in known.values()}
+        once = all(graph.times_used(v) == 1 for v in part.results if v is not out)
+        if once and len(known) == len(part.ends) > len(forms) == 1:
+            found[out] = known
+    several = len(found) > 1 and sum(v.aval.size for v in found) > gatherer.thresholds.ahead
+    return {} if several else found
 
 
 def _put(stack: jax.Array, entry: jax.typing.ArrayLike, at: jax.Array | int) -> jax.Array:

@@ -121,6 +121,8 @@ class Emitter(Scans):
     ) -> Values:
         """Runs one equation of a program."""
         if any(isinstance(v, PartialSum) for v in values):
+            if len(values) == 2 and all(isinstance(v, PartialSum) for v in values):
+                return [self._added(eqn, values, scope, decided)]
             if partial_sums.links(eqn):
                 # On the sum's shard the equation has 1/n of the elements that it has on the partial
                 # sum of each of n devices.
@@ -137,6 +139,20 @@ class Emitter(Scans):
             # XLA would replicate rows that an update takes by index, and each device would compute
             # on all.
             return outs if dimension is None else [self.by_rows(outs[0], dimension)]
+
+    def _added(
+        self, eqn: Equation, terms: Values, scope: Scope, decided: ProgramDecisions
+    ) -> PartialSum | jax.Array:
+        """Returns the sum of the partial sums of two blocks; of all blocks, reduced."""
+        both, out, emitted = terms[0].plus(terms[1], self), eqn.outvars[0], scope.emitted
+        is_last = out in decided.block_sums
+        sums = [x for x in emitted.current.sums if x is not terms[0] and x is not terms[1]]
+        emitted.current = emitted.current._replace(sums=[*sums, *[both] * (not is_last)])
+        if not is_last:
+            return both
+        place = self.ledger.place(decisions.PRODUCED, "summed over all blocks first")
+        with place, self.ledger.of(decided.wants[out]):
+            return partial_sums.total(both, self)
 
     def emit(self, at: EquationDecisions, emission: Callable[[], T]) -> T:
         """Runs an emission, whose results are arrays like those of the equation."""
@@ -269,7 +285,8 @@ class Emitter(Scans):
         eqn, called = at.eqn, jaxprs.called_jaxpr(at.eqn)
         if eqn.primitive is not prims.remat_p:
             return self.within(at, 0, called, values, scope, at.wants)
-        inner = scope.inner(scope.row_sums)
+        row_sums = at.program.row_sums(eqn)
+        inner = scope.inner({**scope.row_sums, **row_sums})
         given = values
         if not scope.share:
             values = [self._reused(v, scope) for v in values]
@@ -281,6 +298,8 @@ class Emitter(Scans):
         # one before anyway.
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
+            if sums := [x.value for x in scope.emitted.current.sums if isinstance(x, PartialSum)]:
+                values = order.hold_rows(eqn, values, sums, scope.row_dims, self.mesh)
         outs = self.within(at, 0, called, values, inner, at.wants)
         if not scope.share:
             # A later block of the pass that uses the same parameter need not gather it.
@@ -293,6 +312,9 @@ class Emitter(Scans):
             if spec is not None and not isinstance(o, PartialSum)
         ]
         self.emit(at, lambda: scope.emitted.reduced.append(gradients))
+        if row_sums:
+            current, new = scope.emitted.current, [o for o in outs if isinstance(o, PartialSum)]
+            scope.emitted.current = current._replace(sums=[*current.sums, *new])
         return outs
 
     def _reused(self, v: Value, scope: Scope) -> Value:

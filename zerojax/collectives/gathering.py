@@ -49,7 +49,7 @@ class Thresholds:
     Attributes:
       held: The most elements of parameters, and of their gradients, that one loop gathers before
         its first iteration, and reduces after the last one.
-      ahead: The elements of parameters between a use and the gathers that wait for it, see
+      ahead: The fewest elements of parameters between a use and the gathers that wait for it, see
         :mod:`zerojax.collectives.order`.
       in_place: The fewest elements of a weight that stays sharded in its products, see
         :mod:`zerojax.collectives.sharded_products`: a smaller one is gathered in hardly more time
@@ -72,10 +72,12 @@ class Pass(NamedTuple):
     Attributes:
       is_backward: Whether it is a backward pass.
       reused: By ``id`` of a shard whose unsharded array serves several uses of the pass, its size.
+      sums: The partial sums of gradients, for which the next block waits.
     """
 
     is_backward: bool
     reused: Mapping[int, int]
+    sums: Sequence[object] = ()
 
 
 @dataclass(eq=False)

@@ -56,6 +56,10 @@ class PartialSum:
         """Returns the partial sum of the equation's result, by deferring the equation."""
         return replace(self, links=(*self.links, eqn))
 
+    def plus(self, other: PartialSum, gatherer: Gatherer) -> PartialSum:
+        """Returns the sum with partial sums of the same form, see :attr:`RowSum.form`."""
+        return replace(self, value=pin_to_devices(self.value + other.value, gatherer))
+
 
 class RowSum(NamedTuple):
     """A sum over the rows of a batch, and over tokens, whose result is a gradient.
@@ -81,6 +85,13 @@ class RowSum(NamedTuple):
         """Returns the shape of the partial sums."""
         shape, at = list(self.eqn.outvars[0].aval.shape), self.at(gatherer.axis)
         return gatherer.mesh.size, shape.pop(at), *shape
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Returns what is equal for sums whose partial sums may be added up."""
+        aval = self.eqn.outvars[0].aval
+        links = [(link.primitive.name, str(link.params)) for link in self.links]
+        return self.spec, aval.shape, aval.dtype, *links
 
     def partial(self, values: Sequence[jax.Array], gatherer: Gatherer) -> PartialSum:
         """Computes each device's sum over its own rows and tokens."""

@@ -139,13 +139,17 @@ class PrefetchedStacks:
         """Returns the carried values of an iteration that reduces no gradients. If a rematerialised
         block runs again in the loop, the largest of them, the cotangents, wait for the gathered
         arrays."""
-        if not coming or not self._holds:
-            return carry
         # XLA then overlaps the gather with the block's forward pass. Otherwise the gather would
         # come after all reduce-scatters, with nothing left to overlap.
-        axis, gathered = self._gatherer.axis, self._gathered_arrays(coming)
+        last = self.last(coming) if self._holds else None
+        return carry if last is None else order.hold_largest(carry, last)
+
+    def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
+        """Returns the last gathered array that is unsharded on every device; None if there is
+        none."""
+        axis, gathered = self._gatherer.axis, self._gathered_arrays(coming) if coming else ()
         replicated = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
-        return order.hold_largest(carry, replicated[-1]) if replicated else carry
+        return replicated[-1] if replicated else None
 
 
 def decide_prefetches(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.collectives import decisions, target_specs
+from zerojax.collectives import decisions, order, target_specs
 from zerojax.collectives.decide import EquationDecisions
 from zerojax.collectives.deferred import DeferredReductions, Pending
 from zerojax.collectives.gathering import Gatherer, Scope, plain
@@ -30,6 +30,7 @@ from zerojax.collectives.shard import (
     HostGradient,
     HostStack,
     MovedStack,
+    ReducedGradient,
     Shard,
     moved_stack,
 )
@@ -290,14 +291,23 @@ class Loop:
         """Runs one iteration; a last one outside the loop reads nothing ahead."""
         scans, decided, updated = self._scans, self._decided, self._updated
         prefetched, deferred = self._prefetched, self._deferred
+        index = None if last else at.next
+
+        def read(done: Sequence[ReducedGradient] = ()) -> list[jax.Array]:
+            with scans.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
+                return [] if index is None else prefetched.read(index, done)
+
+        gathers_first = order.gathers_first(scans.mesh)
+        coming = read() if gathers_first else []
+        pending = deferred.hold(state.pending, prefetched.last(coming))
         with scans.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
-            reduced = deferred.reduced(state.pending)
+            reduced = deferred.reduced(pending)
         done = [x for x in reduced if x is not None]
-        with scans.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
-            coming = [] if last or at.next is None else prefetched.read(at.next, done)
+        coming = coming if gathers_first else read(done)
         merged = prefetched.merged(state.coming, at.sliced)
         unsharded = prefetched.unsharded(state.coming)
-        held = state.values if done else prefetched.hold(state.values, coming)
+        is_held = done and not gathers_first
+        held = state.values if is_held else prefetched.hold(state.values, coming)
         outs = self._run(held, self._stacks.operands(merged, at.rounded, unsharded))
         end = len(decided.carried) + len(self._want)
         outs, added = outs[:end], outs[end:]

@@ -39,6 +39,7 @@ OTHERS = (
 KEPT: Mapping[str, Keep] = {
     "minimal_flash": "products",
     "save_dot_with_context_except_mlp": "projections",
+    "custom: inputs of layers, q, k, v and the output projection to the host": "offloaded",
 }
 
 
@@ -128,7 +129,8 @@ def _function(model: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
     if "Llama" not in model["kind"]:
         return functools.partial(Decoder(gpt.GPT, gpt.GPTConfig, sizes), attention="cudnn")
     sizes |= {"n_kv_head": model["key_value_heads"], "n_inner": model["inner"]}
-    return fused_llama(sizes, keep=KEPT.get(row["remat"], "nothing"))
+    attention = "splash" if row["attention"] == "splash" else "cudnn"
+    return fused_llama(sizes, attention, keep=KEPT.get(row["remat"], "nothing"))
 
 
 def summary(scores: Sequence[Score]) -> list[list[str]]:

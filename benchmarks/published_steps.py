@@ -100,9 +100,8 @@ def splash_attention(zero: Zero) -> Attention:
     """Returns causal attention of q [B, T, H, d] to k and v [B, T, G, d] by jax's TPU kernel."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    of_the_backward = ("q_dkv", "kv_dkv", "kv_dkv_compute")
-    blocks = dict.fromkeys(("q", "kv", "kv_compute", *of_the_backward), SPLASH_BLOCK)
-    sizes: dict[str, Any] = {f"block_{name}": size for name, size in blocks.items()}
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+    sizes: dict[str, Any] = {f"block_{name}": SPLASH_BLOCK for name in names}
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         mask = splash.CausalMask((q.shape[1], k.shape[1]))

@@ -36,6 +36,11 @@ OTHERS = (
     "it has timed the operators on a GPU (arXiv:2312.12391); Charon 3.7% (arXiv:2605.17164). Here "
     "no device is used: the rates of all kinds are shares of their data sheets."
 )
+TPUS = (
+    "Rows of v6e: by libtpu, with jax's splash attention. The q, k, v and output projections go to "
+    "host memory, and the inputs of layers stay on the device. The time lacks these copies, and "
+    "XLA for TPUs compiles programs that do not fit by the sum of their arguments and temporaries."
+)
 KEPT: Mapping[str, Keep] = {
     "minimal_flash": "products",
     "save_dot_with_context_except_mlp": "projections",
@@ -198,6 +203,7 @@ def main(options: argparse.Namespace) -> Answer:
             f"Tokens/s of a device. Registered on {table['registered']}. {table['rule']}",
             Table(summary(scores), title="errors"),
             OTHERS,
+            TPUS,
             Table([heads, *(each.cells for each in scores)], title="rows", texts=2),
         ],
         draw=functools.partial(draw, scores),

@@ -260,6 +260,38 @@ def test_a_causal_kernel_skips_the_tiles_behind_the_mask(call: str, kernel: str)
     assert counted.flops == scores
 
 
+@pytest.mark.parametrize(
+    ("kernel", "results", "products"),
+    [
+        ("fwd_residuals", "bf16[2,8,1024,64], f32[2,8,1024,128]", 2),
+        (
+            "dkv_no_residuals",
+            "f32[2,512,64], bf16[2,2,8,1024,64], bf16[2,4,1024,64], bf16[2,4,1024,64]",
+            5,
+        ),
+    ],
+)
+def test_splash_attention_on_tpus(kernel: str, results: str, products: int) -> None:
+    """Its place in Python stands two lines below it."""
+    call = (
+        f"%a = ({results}) custom-call(%blocks, %q, %k, %k, %positions), "
+        'custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
+        '"xprof_metadata":"{}"\n}}, '
+        f'metadata={{op_name="jit(s)/jvp(f)/splash_mha_{kernel}/pallas_call"}}'
+    )
+    arrays = (
+        "%blocks = s8[1,2,2]{2,1,0} constant(0)",
+        "%q = bf16[2,8,1024,64]{3,2,1,0} constant(0)",
+        "%k = bf16[2,4,1024,64]{3,2,1,0} constant(0)",
+        "%positions = s32[1024,128]{1,0} iota()",
+    )
+    parsed = parse(program(*arrays, call))
+    work = work_of(parsed, parsed.entry, parsed.entry["a"])
+    scores = products * 2 * 2 * 8 * 1024 * 1024 * 64
+    assert work.attention == {FusedAttention("bf16", 64, products > 2): scores * 9 // 16}
+    assert work.forward == scores
+
+
 COPIED = (
     "%h = f32[8,1000000]{1,0:S(5)} constant(0)",
     "%in = (f32[8,1000000]{1,0}, f32[8,1000000]{1,0:S(5)}, u32[]) copy-start(%h)",

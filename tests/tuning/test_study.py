@@ -127,6 +127,16 @@ def test_milder_choices_keep_the_batch() -> None:
     assert list(changes(given, found[0])) == ['"zero_optimization": {"stage": 2}']
 
 
+def test_blocks_that_keep_products_are_milder_than_remat() -> None:
+    given = Choice(stage=3, micro=4, remat=False)
+    first, *others = milder_first(given, policies=["dots_no_batch"])
+    assert first == dataclasses.replace(given, remat="dots_no_batch")
+    assert {each.remat for each in others} == {False, "dots_no_batch", True}
+    for remat, after in (("dots", {"dots", True}), (True, {True}), (None, {None})):
+        found = milder_first(dataclasses.replace(given, remat=remat), policies=["dots_no_batch"])
+        assert {each.remat for each in found} == after
+
+
 def test_a_choice_as_json() -> None:
     raw = {"zero_optimization": {"stage": 1, "sub_group_size": 7}, "fp16": {"enabled": True}}
     choice = Choice(stage=3, micro=2, accumulation=4, offload="optimizer and parameters")

@@ -19,7 +19,7 @@ from zerojax.cli.problem import wrong_inputs
 from zerojax.config import ZeroConfig
 from zerojax.foresight.choice import LIVE, Remat
 from zerojax.foresight.gathered import with_room_filled
-from zerojax.foresight.remedies import remedies
+from zerojax.foresight.remedies import PRODUCTS, remedies
 from zerojax.models.attention import choose_attention
 from zerojax.models.registry import takes, takes_policy
 from zerojax.offload.activations import remat_policy
@@ -53,7 +53,9 @@ def run(
         filled = with_room_filled(study, selected) if is_auto else None
         if filled is not None and filled.seconds < forecast.seconds:
             selected, forecast = filled.choice, filled.forecast
-        alternatives = tuple(remedies(study)) if look and not forecast.fits else None
+        policies = [PRODUCTS] if takes_policy(function) else []
+        look = look and not forecast.fits
+        alternatives = tuple(remedies(study, policies=policies)) if look else None
         stages, refused = (
             ({}, []) if picture is None else plan_picture.forecasts(study.given, study.forecast)
         )

@@ -11,9 +11,11 @@ from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Remat
 from zerojax.foresight.trials import Trial, Trials
 
 COMPILES = 8
+PRODUCTS = "dots_no_batch"
+"""The policy of blocks that keep results of products with weights."""
 
 
-def remedies(trials: Trials, wanted: int = 3) -> list[Trial]:
+def remedies(trials: Trials, wanted: int = 3, *, policies: Sequence[str] = ()) -> list[Trial]:
     """Returns choices for the same rows that fit, in ascending order of predicted time.
 
     Milder choices are tried first: no parameters that stay gathered, then higher stages (the next
@@ -23,11 +25,13 @@ def remedies(trials: Trials, wanted: int = 3) -> list[Trial]:
     Args:
       trials: The trials of the step on the devices.
       wanted: The number of remedies after which the search ends.
+      policies: Names for ``zerojax.remat_policy`` to try between blocks that keep everything and
+        blocks that keep only their input; empty if the model takes none.
     """
     trials.limit(COMPILES)
     given = trials.given
     try:
-        for choice in milder_first(given, stays=bool(trials.plan(given).live)):
+        for choice in milder_first(given, bool(trials.plan(given).live), policies):
             if len(trials.fitted) == wanted:
                 break
             steps = _steps(given, choice)
@@ -38,16 +42,21 @@ def remedies(trials: Trials, wanted: int = 3) -> list[Trial]:
     return sorted(trials.fitted.values(), key=lambda remedy: remedy.seconds)
 
 
-def milder_first(given: Choice, stays: bool = True) -> Iterator[Choice]:
+def milder_first(
+    given: Choice, stays: bool = True, policies: Sequence[str] = ()
+) -> Iterator[Choice]:
     """Returns the choices that go further than ``given`` in some setting and less far in none,
     mildest first.
 
     Args:
       given: The choice that does not fit.
       stays: Whether some parameter stays gathered under ``given``.
+      policies: As for :func:`remedies`.
     """
     stages = range(given.stage, 4)
-    remats: Sequence[Remat] = [given.remat, *([] if given.remat in (None, True) else [True])]
+    between = policies if given.remat is False else ()
+    leanest = [] if given.remat in (None, True) else [True]
+    remats: Sequence[Remat] = [given.remat, *between, *leanest]
     micros = [n for n in range(given.micro, 0, -1) if given.micro % n == 0]
     further = OFFLOADS[OFFLOADS.index(given.offload) + 1 :]
     offloads = [given.offload, *(each for each in TRIED if each in further)]
@@ -74,7 +83,7 @@ def _steps(given: Choice, choice: Choice) -> tuple[float, ...]:
     return (
         (choice.live < given.live) / 2,
         (choice.stage - given.stage),
-        2 * (choice.remat != given.remat),
+        (1 if isinstance(choice.remat, str) else 2) * (choice.remat != given.remat),
         math.log2(given.micro / choice.micro) + (choice.micro != given.micro),
         4 * OFFLOADS.index(choice.offload),
     )

@@ -255,7 +255,8 @@ def parse(text: str) -> HloProgram:
     computations: dict[str, Computation] = {}
     lines: list[Instruction] = []
     name, entry = "", None
-    for line in text.splitlines():
+    # XLA for TPUs writes what a kernel says of itself on lines of its own.
+    for line in re.sub(r'\n(?="|}})', "", text).splitlines():
         header = _HEADER.match(line)
         if header:
             lines, name = [], header[2]

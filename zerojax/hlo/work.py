@@ -30,6 +30,8 @@ _LIBRARY = re.compile("gemm|matmul|conv")
 _ATTENTION = "__cudnn$fmha"
 # The scope in which `pallas_kernels.attention` calls a Mosaic kernel: its pass, mask and window.
 _MOSAIC = re.compile(r"fused_attention(_backward)?(_causal)?(?:_of_(\d+))?\b(?!.*fused_attention)")
+# The kernels of jax.experimental.pallas.ops.tpu.splash_attention.
+_SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)")
 # Matrix products of a backward kernel, by the number of its results: dq; dk and dv; all three.
 _PRODUCTS = {1: 3, 2: 4, 3: 5}
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
@@ -119,9 +121,11 @@ def _products(
 
 
 def _is_attention(each: Instruction) -> bool:
-    if _target(each).startswith("mosaic_gpu"):
-        return bool(_MOSAIC.search(each.op_name))
-    return _target(each).startswith(_ATTENTION)
+    target = _target(each)
+    if target.startswith(_ATTENTION):
+        return True
+    scope = _MOSAIC if target.startswith("mosaic_gpu") else _SPLASH
+    return bool(target and scope.search(each.op_name))
 
 
 def _target(each: Instruction) -> str:
@@ -137,6 +141,8 @@ def _product(computation: Computation, product: Instruction) -> Product:
         return _library_convolution(computation, product)
     if _target(product).startswith(_ATTENTION):
         return _library_attention(computation, product)
+    if _target(product).startswith("tpu"):
+        return _splash_attention(computation, product)
     if _is_attention(product):
         return _mosaic_attention(computation, product)
     left = computation[product.operands[0]].shapes[0]
@@ -196,6 +202,20 @@ def _mosaic_attention(computation: Computation, call: Instruction) -> Product:
     skipped = _behind(visible_keys) if scope[2] and not scope[3] else 0.0
     kind = FusedAttention(query.dtype, width, bool(scope[1]))
     return Product("", query.dtype, flops, kind, skipped)
+
+
+def _splash_attention(computation: Computation, call: Instruction) -> Product:
+    """Counts a splash kernel for q [B, H, T, d] and k [B, G, S, d], as a Mosaic kernel. One that
+    computes its mask from the positions of queries, its last operand, has a causal one."""
+    operands = [computation[name].shapes[0] for name in call.operands]
+    query, key = [each for each in operands if each.dtype in ("bf16", "f16", "f32")][:2]
+    scope, (keys, width) = _SPLASH.search(call.op_name), key.dims[-2:]
+    is_backward = scope is not None and scope[1] != "fwd"
+    result_count = sum(shape.dtype == query.dtype for shape in call.shapes)
+    products = _PRODUCTS.get(result_count, 5) if is_backward else 2
+    kind = FusedAttention(query.dtype, width, is_backward)
+    skipped = _behind(keys) if operands[-1].dtype == "s32" else 0.0
+    return Product("", query.dtype, 2 * products * query.elements * keys, kind, skipped)
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:

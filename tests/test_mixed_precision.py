@@ -397,3 +397,39 @@ def test_wrapped_once_and_for_this_precision() -> None:
     scaled = made.replace(tx=zero.optimizer(), opt_state=zero.optimizer().init(made.params))
     with pytest.raises(ValueError, match=r"fp16 is off, but .* has a loss scale"):
         zero_for(1)(step)(scaled, batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("width", "wide"),
+    [(64, 256), (100, 1004), (101, 103)],  # split evenly, in parts along two dimensions, padded
+)
+def test_a_loop_rounds_each_layer_of_the_masters(width: int, wide: int) -> None:
+    def create() -> TrainState:
+        keys = jax.random.split(jax.random.key(0))
+        shapes = {"up": (5, width, wide), "down": (5, wide, width)}
+        pairs = zip(shapes.items(), keys, strict=True)
+        params = {k: 0.1 * jax.random.normal(key, shape) for (k, shape), key in pairs}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.01))
+
+    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss_of(params: Any) -> jax.Array:
+            def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+                return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+            x = jax.lax.scan(jax.checkpoint(layer), batch.astype(jnp.bfloat16), params)[0]
+            return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    batch = np.random.default_rng(0).normal(size=(16, width)).astype("float32")
+    found = []
+    for stage in (0, 3):
+        zero = zerojax.zero(stage=stage, bf16=True, stage3_param_persistence_threshold=0)
+        state, losses = zero.init(create), []
+        for _ in range(3):
+            state, loss = zero(step)(state, batch)
+            losses.append(float(loss))
+        found.append(losses)
+    np.testing.assert_allclose(*found, rtol=1e-2)
+    assert found[0][-1] < found[0][0]

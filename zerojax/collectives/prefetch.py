@@ -86,7 +86,10 @@ class PrefetchedStacks:
     def _entry(self, x: Shard, dtype: jnp.dtype, index: jax.Array | int) -> Shard:
         spec, mesh = layout.with_leaves(x.spec[1:], x.spec), self._gatherer.mesh
         master, own_dtype = x.master, x.value.dtype
-        if master is None or layout.padded_shape(master.shape, x.spec, mesh) != master.shape:
+        names = {name for entry in x.spec for name in layout.axes(entry)}
+        is_even = layout.padded_shape(x.value.shape, x.spec, mesh) == x.value.shape
+        # Parts of an axis are axes of another mesh.
+        if master is None or not is_even or not names <= {*mesh.axis_names}:
             value = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
             value = self._gatherer.constrain(value, spec).astype(dtype)
             return Shard(value, spec, gathering=x.gathering)
@@ -98,8 +101,9 @@ class PrefetchedStacks:
             layer = lax.dynamic_index_in_dim(layers, index, keepdims=False)
             return layer.astype(own_dtype).astype(dtype).reshape(stack.shape[1:])
 
-        specs = (PartitionSpec(*x.spec), PartitionSpec()), PartitionSpec(*spec)
-        run = jax.shard_map(own, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+        specs = PartitionSpec(*x.spec), PartitionSpec()
+        result = PartitionSpec(*spec)
+        run = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=result, check_vma=False)
         return Shard(run(master, jnp.asarray(index)), spec, gathering=x.gathering)
 
     def _gathered(self, i: int, shard: Shard) -> jax.Array:

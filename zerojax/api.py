@@ -374,11 +374,12 @@ def zero(
       specs: The user's ``PartitionSpec`` for parameters, as a tree or a prefix of a tree, or a
         function from the parameters to either, if the model does not carry specs itself (flax
         partitioning metadata, logical or not), or to replace the model's specs:
-        ``PartitionSpec()`` leaves all parameters to ZeRO.
+        ``PartitionSpec()`` leaves all parameters to ZeRO. Copies of the parameters, as moments and
+        averages are, have their specs.
       params: A function from the state to its parameters, a subtree, for a state that is neither a
         ``TrainState`` nor NNX objects: ``lambda state: state[0]`` for the arguments ``(params,
-        opt_state)`` of a step. Half precision, offload and ZeRO++ require the function if no single
-        part of the state has the structure of the optimizer's moments.
+        opt_state)`` of a step. ``specs``, half precision, offload and ZeRO++ require the function
+        if no single part of the state has the structure of the optimizer's moments.
       donate: Whether to reuse the memory of the state passed to the step, which invalidates that
         state, as with ``jax.jit(donate_argnums=0)``.
       auto: Values for each "auto" of the config that only the program knows, by dotted key:

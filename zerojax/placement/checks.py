@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -29,21 +30,41 @@ def check_arguments(create: Callable[..., PyTree], args: tuple[PyTree, ...]) -> 
         ) from None
 
 
-def check_keys_of_specs(specs: PyTree, params: PyTree) -> None:
-    """Raises ValueError unless specs have the keys of the parameters, or of their subtrees."""
+def specs_by_key(specs: PyTree, params: PyTree, remedy: str = "") -> list[PartitionSpec | None]:
+    """Returns the spec of each parameter: that of its keys, or of a subtree which it is in.
+
+    Args:
+      specs, params: Their trees.
+      remedy: A further sentence for the error.
+
+    Raises:
+      ValueError: Specs have other keys than the parameters and their subtrees, or shard dimensions
+        that a parameter lacks.
+    """
     given, known = (
-        [keystr(path) for path, _ in tree_leaves_with_path(tree, is_leaf=is_spec)]
-        for tree in (specs, params)
+        {tuple(keystr((key,)) for key in path): x for path, x in leaves}
+        for leaves in (tree_leaves_with_path(tree, is_leaf=is_spec) for tree in (specs, params))
     )
-    unknown = [key for key in given if key and not any(path.startswith(key) for path in known)]
-    absent = [path for path in known if not any(path.startswith(key) for key in given)]
-    if unknown or absent:
-        listing = [f"{key} is not a parameter" for key in unknown[:2]]
-        listing += [f"{path} has no entry" for path in absent[:2]]
+    subtrees = {(), *(path[:i] for path in known for i in range(len(path) + 1))}
+    found = {
+        path: [key for i in range(len(path) + 1) if (key := path[:i]) in given] for path in known
+    }
+    unknown = [key for key in given if key not in subtrees]
+    absent = [path for path in known if not found[path]]
+    short = [
+        key for key in given if key in known and any((given[key] or ())[np.ndim(known[key]) :])
+    ]
+    if unknown or absent or short:
+        listing = [f"{''.join(key)} is not a parameter" for key in unknown[:2]]
+        listing += [f"{''.join(path)} has no entry" for path in absent[:2]]
+        listing += [
+            f"{''.join(key)} has only {np.ndim(known[key])} dimensions" for key in short[:2]
+        ]
         raise ValueError(
             f"zerojax.zero(specs=...): {', '.join(listing)}. Write an entry for each parameter or "
-            "subtree of parameters: a PartitionSpec, or None to leave it to ZeRO."
+            f"subtree of parameters: a PartitionSpec, or None to leave it to ZeRO.{remedy}"
         )
+    return [given[found[path][-1]] for path, x in known.items() if x is not None]
 
 
 def is_spec(x: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -41,9 +41,8 @@ from zerojax.optim.wrap import (
 )
 from zerojax.placement.checks import (
     check_arguments,
-    check_keys_of_specs,
     check_not_within,
-    is_spec,
+    specs_by_key,
 )
 from zerojax.placement.placer import Placer
 from zerojax.placement.state_placer import OwnedArrays, StatePlacer, by_path, is_on_mesh
@@ -58,7 +57,7 @@ from zerojax.quantize import is_quantized
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
-from zerojax.train_state.pytree import find_parameters, open_pytree
+from zerojax.train_state.pytree import find_parameters, open_pytree, specs_of_arrays
 from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
 from zerojax.xla import compat, jaxprs
 from zerojax.xla.types import PyTree, Shaped
@@ -100,6 +99,8 @@ class States:
         self.placer: Placer = Placer(config, mesh)
         self._logged = set[str]()
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
+        # PartitionSpec() for all replaces the model's specs, whatever the parameters are.
+        self._names_axes: bool = specs is not None and specs != PartitionSpec()
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """Wraps ``tx`` with the config's features; returns the same object for the same ``tx``."""
@@ -138,7 +139,7 @@ class States:
                 "the state has no parameters: params is empty. Pass the params of model.init(...) "
                 "to TrainState.create."
             )
-        opened = dataclasses.replace(opened, specs=self._own_specs(opened))
+        opened = dataclasses.replace(opened, specs=self._own_specs(opened, read_only=False))
         is_wrapped = opened.kind.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
         if is_wrapped:
             scaled = getattr(opened.parts.opt_state, "loss_scale", None) is not None
@@ -191,6 +192,8 @@ class States:
         keys = self.keys_of_parameters()
         if self.config.gradient_clipping:
             keys.append(f"gradient_clipping = {self.config.gradient_clipping:g}")
+        if in_place and self._names_axes:
+            keys.append("zerojax.zero(specs=...)")
         if keys and not wrapped:
             remedy = (
                 "Pass one model with one nnx.Optimizer(model, tx, wrt=nnx.Param) to each step"
@@ -232,7 +235,8 @@ class States:
     def observed(self, opened: OpenedState) -> OpenedState:
         """Prepares a state for an evaluation, which needs no wrapped optimizer."""
         parts = jax.tree.map(_array, opened.parts)
-        return dataclasses.replace(opened, parts=parts, specs=self._own_specs(opened))
+        specs = self._own_specs(opened, read_only=True)
+        return dataclasses.replace(opened, parts=parts, specs=specs)
 
     def plan(self, opened: OpenedState) -> Plan:
         """Plans the sharding of a state; warns once of bytes beyond a device's share, and of large
@@ -270,27 +274,38 @@ class States:
             self._logged.add(message)
             log.warning("%s.", message)
 
-    def _own_specs(self, opened: OpenedState) -> tuple[Spec, ...]:
-        params = opened.parts.params
-        given: list[Spec | PartitionSpec | None] = list(opened.specs)
-        if self.specs is not None:
-            arrays = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_quantized(x) else x,
-                params,
-                is_leaf=is_quantized,
-            )
-            user_specs = self.specs(arrays) if callable(self.specs) else self.specs
-            check_keys_of_specs(user_specs, arrays)
-            tree: Any
-            user_leaves, tree = jax.tree.flatten(user_specs, is_leaf=is_spec)
-            given = list(spread_specs(user_leaves, tree.flatten_up_to(params)))
+    def _own_specs(self, opened: OpenedState, *, read_only: bool) -> tuple[Spec, ...]:
+        """Returns the user's spec of each parameter; of each array of ``Parts.rest`` if the
+        parameters are not known."""
+        parts, is_known = opened.parts, opened.kind.knows_parameters
+        arrays = parts.params if is_known else parts.rest
+        leaves = jax.tree.leaves(arrays)
+        given: Sequence[Spec | PartitionSpec | None] = opened.specs if self.specs is None else ()
+        if self._names_axes and is_known:
+            given = self._user_specs(arrays)
+        elif self._names_axes:
+            remedy = " zerojax.zero(params=lambda state: ...) names the parameters of a state."
+            specs_of = functools.partial(self._user_specs, remedy=remedy)
+            given = specs_of_arrays(arrays, self.params, specs_of, read_only=read_only)
+        given = given or [None] * len(leaves)
         own = [
-            layout.full(spec or self._spec_of(x), len(x.shape))
-            for spec, x in zip(given, jax.tree.leaves(params), strict=True)
+            layout.full(spec or (self._spec_of(x) if is_known else None), len(np.shape(x)))
+            for spec, x in zip(given, leaves, strict=True)
         ]
         stages = stage_size(self.mesh)
         has_stage = any(STAGE in layout.axes(e) for spec in given for e in spec or ())
-        return tuple(own if stages == 1 or has_stage else with_stages(params, own, stages))
+        return tuple(own if stages == 1 or has_stage else with_stages(arrays, own, stages))
+
+    def _user_specs(self, params: PyTree, remedy: str = "") -> tuple[PartitionSpec | None, ...]:
+        """Returns the spec of each parameter in the user's tree, or by the user's function."""
+        arrays = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_quantized(x) else x,
+            params,
+            is_leaf=is_quantized,
+        )
+        user_specs = self.specs(arrays) if callable(self.specs) else self.specs
+        specs = specs_by_key(user_specs, arrays, remedy)
+        return spread_specs(specs, jax.tree.leaves(params, is_leaf=is_quantized))
 
     def _spec_of(self, x: object) -> PartitionSpec | None:
         """Returns the spec of an array on this mesh, without ZeRO's axis; None for other arrays."""

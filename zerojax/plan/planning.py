@@ -21,14 +21,12 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import stage_size
-from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import choose_places
 from zerojax.plan.quantized import QuantizedWeights
-from zerojax.plan.stacks import with_stages
 from zerojax.plan.state_sharding import DTYPES, Plan
+from zerojax.train_state.bound import is_optimizer_state
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.types import Aval, PyTree
 
@@ -48,7 +46,8 @@ def make_plan(
       tx: the optimizer of ``parts.opt_state``. optax (``tree.map_params``) maps its leaves to
         parameters, never their shapes. None if only the step knows the optimizer: copies of the
         parameters' tree are then recognized.
-      own: the user's spec of each parameter leaf.
+      own: the user's spec of each parameter leaf; of each array of ``parts.rest`` if the
+        parameters are not known.
       mesh, config: see :class:`Plan`.
       frozen: whether the optimizer leaves a parameter unchanged, one bool a leaf; empty if
         unknown.
@@ -57,7 +56,7 @@ def make_plan(
     places = choose_places(config, [math.prod(x.shape) for _, x in paths])
     at_rest = [
         Leaf.at_rest("params" + jax.tree_util.keystr(path), x, spec, mesh, config)
-        for (path, x), spec in zip(paths, own, strict=True)
+        for (path, x), spec in zip(paths, own, strict=bool(paths))
     ]
     params = [_with_place(leaf, p.master) for leaf, p in zip(at_rest, places, strict=True)]
     compute = tuple(
@@ -74,7 +73,7 @@ def make_plan(
             params=jax.tree.unflatten(tree, params),
             opt_state=_optimizer_leaves(parts, tx, form, moments, mesh, config),
             step=Leaf.replicated("step", jax.ShapeDtypeStruct((), jnp.int32), ""),
-            rest=ExtraState(form, mesh, config).leaves(parts.rest),
+            rest=ExtraState(form, mesh, config).leaves(parts.rest, own),
         ),
         compute=compute,
         quantized=QuantizedWeights(config, compute, frozen_paths, mesh),
@@ -181,17 +180,21 @@ class ExtraState:
 
     def __init__(self, params: ParameterForm, mesh: Mesh, config: ZeroConfig) -> None:
         self._params, self._mesh, self._config = params, mesh, config
-        self._own: dict[str, Spec] = {}
+        self._own: dict[str, PartitionSpec | Spec | None] = {}
 
-    def leaves(self, rest: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Returns the leaf of each array, in the form of ``rest``."""
-        stages = stage_size(self._mesh)
-        if stages > 1 and not self._params.leaves:
+    def leaves(
+        self, rest: Mapping[str, PyTree], own: Sequence[PartitionSpec | Spec | None]
+    ) -> dict[str, PyTree]:
+        """Returns the leaf of each array, in the form of ``rest``.
+
+        Args:
+          rest: The arrays.
+          own: The user's spec of each, read if the parameters are not known; empty for none.
+        """
+        if not self._params.leaves:
             arrays = jax.tree_util.tree_leaves_with_path(rest)
-            given = [layout.full(None, len(x.shape)) for _, x in arrays]
-            own = with_stages(rest, given, stages)
             paths = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in arrays]
-            self._own = dict(zip(paths, own, strict=True))
+            self._own = dict(zip(paths, own, strict=bool(own)))
         return {name: self._below(name, value, False) for name, value in rest.items()}
 
     def _below(self, path: str, value: PyTree, of_optimizer: bool) -> PyTree:
@@ -242,9 +245,3 @@ class ExtraState:
         if stage in (1, 2) and not of_optimizer:
             return f"stage {stage} replicates extra state, stage 3 shards it"
         return ""
-
-
-def is_optimizer_state(value: PyTree) -> bool:
-    """Returns whether a node is the state of an optax transformation."""
-    # optax's states have no class in common: they are NamedTuples of its modules.
-    return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"

@@ -16,9 +16,9 @@ from jax.typing import ArrayLike
 from zerojax.devices.mesh import explicit_axes
 from zerojax.placement.checks import check_one_copy
 from zerojax.plan.places import PINNED
-from zerojax.plan.planning import is_optimizer_state
 from zerojax.step.call import RearrangedFunction, is_array, is_key
 from zerojax.step.jitted import Slot
+from zerojax.train_state.bound import is_optimizer_state
 from zerojax.train_state.pytree import are_arrays, form_of, has_form
 from zerojax.train_state.results import summary, take_out
 from zerojax.xla import jaxprs

@@ -15,6 +15,12 @@ def has_inner(opt_state: object) -> bool:
     return hasattr(type(opt_state), "with_inner")
 
 
+def is_optimizer_state(value: PyTree) -> bool:
+    """Returns whether a node is the state of an optax transformation."""
+    # optax's states have no class in common: they are NamedTuples of its modules.
+    return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"
+
+
 @flax.struct.dataclass(eq=False)
 class BoundTransformation:
     """The ``tx`` of a training state whose ``opt_state`` has optax's own structure.

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from zerojax.train_state.bound import has_inner
+from zerojax.train_state.bound import has_inner, is_optimizer_state
 from zerojax.train_state.linen import own_specs
 from zerojax.train_state.state_parts import IDENTITY, STATE_KEY, OpenedState, Parts, StateKind
 from zerojax.xla.types import PyTree
@@ -42,11 +43,11 @@ class _Placeholder:
     """A placeholder for a leaf of the state.
 
     Attributes:
-      i: The leaf's position.
+      at: The leaf's position or path.
       shape: Its shape; None for the optimizer's state.
     """
 
-    i: int
+    at: object
     shape: tuple[int, ...] | None
 
 
@@ -78,19 +79,72 @@ def find_parameters(objects: tuple[PyTree, ...], keys: str, select: Select | Non
     ])  # fmt: skip
     state = marked[0] if len(objects) == 1 else marked
     moments = leaves[optimizers[0]].inner
+    found, form = jax.tree.flatten(_selected(state, moments, keys, select))
+    return Parameters(form, [x.at for x in found], *optimizers)
+
+
+def specs_of_arrays(
+    rest: dict[str, PyTree],
+    select: Select | None,
+    specs_of: Callable[[PyTree], Sequence[PartitionSpec | None]],
+    *,
+    read_only: bool,
+) -> list[PartitionSpec | None]:
+    """Returns the user's spec of each array of a state that the step updates itself.
+
+    An array that has the shape and the last keys of a parameter, as moments and averages have them,
+    has its spec.
+
+    Args:
+      rest: ``Parts.rest`` of the state.
+      select: As for :func:`find_parameters`. If None, all arrays of a state of one object without
+        an optimizer's state are parameters.
+      specs_of: Returns the specs of the parameters that it is passed.
+      read_only: Whether the state is an evaluation's, whose one object may be the parameters.
+
+    Raises:
+      ValueError: The parameters cannot be found.
+    """
+    arrays = dict(jax.tree_util.tree_leaves_with_path(rest))
+    nodes = jax.tree.leaves(rest, is_leaf=is_optimizer_state)
+    moments = [x for x in nodes if is_optimizer_state(x)]
+    marked = jax.tree_util.tree_map_with_path(
+        lambda path, x: _Placeholder(path, None if is_optimizer_state(x) else np.shape(x)),
+        rest,
+        is_leaf=is_optimizer_state,
+    )
+    first, *others = params = tuple(marked[name] for name in rest)
+    params = params if others else first
+    if moments or others or not (read_only or select is None):
+        params = _selected(params, moments, "zerojax.zero(specs=...)", select)
+    specs = specs_of(jax.tree.map(lambda x: arrays[x.at], params))
+    own: dict[object, PartitionSpec | None] = {}
+    for x, spec in zip(jax.tree.leaves(params), specs, strict=True):
+        for i in range(len(x.at)):
+            own.setdefault((x.at[i:], x.shape), spec)
+
+    return [
+        next((own[end] for i in range(len(path)) if (end := (path[i:], np.shape(x))) in own), None)
+        for path, x in arrays.items()
+    ]
+
+
+def _selected(state: PyTree, moments: PyTree, keys: str, select: Select | None) -> PyTree:
+    """Returns the placeholders of the parameters, by the user's function or by the moments."""
     params = _like_moments(state, moments, keys) if select is None else select(state)
-    found, form = jax.tree.flatten(params)
-    positions = [x.i for x in found if isinstance(x, _Placeholder)]
-    if not found or len({*positions} - {*optimizers}) < len(found):
+    found = jax.tree.leaves(params)
+    given = {x.at for x in found if isinstance(x, _Placeholder) and x.shape is not None}
+    if not found or len(given) < len(found):
         raise ValueError(
             f"params= of zerojax.zero returned {params!r:.80}, which is not part of the state. "
             "Return the subtree with the parameters, as in params=lambda state: state[0]."
         )
-    return Parameters(form, positions, *optimizers)
+    return params
 
 
 def _like_moments(state: PyTree, moments: PyTree, keys: str) -> PyTree:
-    """Finds the only part of the state that has the form of the optimizer's largest moments."""
+    """Finds the only part of the state that has the form of the optimizer's largest moments, if
+    these are not masked: each mask shows a part of the parameters."""
 
     def shapes(node: PyTree) -> tuple[jax.tree_util.PyTreeDef, tuple[tuple[int, ...], ...]]:
         found, tree = jax.tree.flatten(node)
@@ -99,7 +153,9 @@ def _like_moments(state: PyTree, moments: PyTree, keys: str) -> PyTree:
     parts = defaultdict(list)
     for path, node in _nodes((), state):
         parts[shapes(node)].append((path, node))
-    forms = [shapes(node) for _, node in _nodes((), moments)]
+    nodes = [node for _, node in _nodes((), moments)]
+    is_masked = any(isinstance(node, optax.MaskedNode) for node in nodes)
+    forms = [] if is_masked else [*map(shapes, nodes)]
     forms = [form for form in forms if form in parts and any(map(np.size, form[1]))]
     found = parts[max(forms, key=lambda form: len(form[1]))] if forms else []
     if len(found) == 1:
@@ -192,7 +248,7 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
         any_pytree=True,
         knows_parameters=parameters is not None,
     )
-    specs = () if parameters is None else own_specs(parts.params)
+    specs = own_specs(parts.rest if parameters is None else parts.params)
     return OpenedState(kind, parts, IDENTITY, specs)
 
 

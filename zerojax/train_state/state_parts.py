@@ -164,8 +164,9 @@ class OpenedState:
       kind: Rebuilds the state.
       parts: The state's arrays.
       tx: The state's optimizer.
-      specs: The PartitionSpec that the user's model sets for each leaf of ``parts.params``, in
-        order; None or empty if the model sets none.
+      specs: The PartitionSpec that the user's model sets for each leaf of ``parts.params``, or of
+        ``parts.rest`` if the parameters are not known, in order; None or empty if the model sets
+        none.
       plain: Whether the state, a ``TrainState`` or NNX objects, has not been through zerojax yet,
         so that the caller owns its arrays; set by :meth:`zerojax.placement.states.States.open`.
     """

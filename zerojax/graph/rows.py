@@ -100,7 +100,11 @@ class RowDimensions:
             weights = RowDimensions.of_program(jaxpr, split)
 
             def same(left: Atom, i: int, right: Atom, j: int) -> bool:
-                return not weights.origins(left, i).isdisjoint(weights.origins(right, j))
+                # Of one weight alone: the activations between two layers are columns of both, and
+                # each product decides by its own bytes.
+                return len(own := weights.origins(left, i)) == 1 and own == weights.origins(
+                    right, j
+                )
 
             return needed_dims(jaxpr, same, lambda v: bool(self.dims(v)))
 

@@ -102,9 +102,8 @@ class RowDimensions:
             def same(left: Atom, i: int, right: Atom, j: int) -> bool:
                 # Of one weight alone: the activations between two layers are columns of both, and
                 # each product decides by its own bytes.
-                return len(own := weights.origins(left, i)) == 1 and own == weights.origins(
-                    right, j
-                )
+                origins = weights.origins(left, i)
+                return len(origins) == 1 and origins == weights.origins(right, j)
 
             return needed_dims(jaxpr, same, lambda v: bool(self.dims(v)))
 

@@ -75,8 +75,8 @@ def _line(trial: Trial, least: Forecast, is_proposed: bool) -> list[str]:
     forecast, remat = trial.forecast, trial.choice.remat
     saved = least.seconds - forecast.seconds
     added = forecast.peak.bytes - least.peak.bytes
-    repeated = f"{forecast.peak.again}, {giga(forecast.bytes_again)} GB, "
-    repeated += f"{forecast.seconds_again * 1e3:.0f} ms"
+    count = forecast.peak.again.instructions
+    repeated = f"{count}, {giga(forecast.bytes_again)} GB, {forecast.seconds_again * 1e3:.0f} ms"
     return [
         NAMES.get(remat, str(remat)),
         giga(forecast.peak.bytes) + ("" if forecast.fits else ", does not fit"),
@@ -84,7 +84,7 @@ def _line(trial: Trial, least: Forecast, is_proposed: bool) -> list[str]:
         f"{forecast.seconds:.3f}",
         f"{forecast.tokens_per_second:,.0f}",
         f"{forecast.mfu:.1%}",
-        repeated if forecast.peak.again else "",
+        repeated if count else "",
         f"{saved * 1e3 / added * 1e9:.1f}" if forecast.fits and added > 0 else "",
         "proposed" if is_proposed else "",
     ]
@@ -103,7 +103,7 @@ def main(options: argparse.Namespace) -> Answer:
     found = {rows: trials(study, rows, CHOICES) for rows in options.rows}
     by_name = {f"{rows} rows, {x.choice}": x.forecast for rows in found for x in found[rows]}
     return Answer(
-        {name: figures(x) | {"again": x.peak.again, "bytes_again": x.bytes_again,
+        {name: figures(x) | {"again": x.peak.again.instructions, "bytes_again": x.bytes_again,
                              "seconds": x.seconds, "seconds_again": x.seconds_again}
          for name, x in by_name.items()},
         [NOTE, *(table(rows, each) for rows, each in found.items())],

@@ -150,14 +150,14 @@ def find_product(
     if at == RESULT:
         # So that a gradient summed in float32 follows its weight.
         sizes[at] = arrays[at].size * arrays[sent].dtype.itemsize
-    moved: float = sizes[sent]
-    if not dims.stays_sharded((*eqn.invars, *eqn.outvars)[other], columns[other]):
-        # Another equation needs rows: an all-to-all of a device's columns.
-        moved += sizes[other] / axis_size(gatherer.mesh, gatherer.axis)
-    times = _TIMES if runs is None else runs
-    if runs is not None and sizes[sent] < _LEAST:
+    times, least = (_TIMES, 0) if runs is None else (runs, _LEAST)
+    even = _divisible(arrays[sent].shape, rows, gatherer)
+    if not even or not least <= sizes[sent] <= sizes[at] / times:
         return None
-    if times * moved > sizes[at] or not _divisible(arrays[sent].shape, rows, gatherer):
+    # If another equation needs rows: an all-to-all of a device's columns.
+    moved = sizes[sent] + sizes[other] / axis_size(gatherer.mesh, gatherer.axis)
+    v = (*eqn.invars, *eqn.outvars)[other]
+    if times * moved > sizes[at] and not dims.stays_sharded(v, columns[other]):
         return None
     return Product(eqn, columns, sent, rows, sizes[at])
 

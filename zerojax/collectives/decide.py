@@ -157,9 +157,8 @@ class LoopDecisions:
     @property
     def in_place(self) -> Mapping[Atom, Spec | None]:
         """The spec of each of ``sums.roots``; None for one that is reduced after the loop."""
-        return dict(
-            zip(self.sums.roots, self.want[len(self.want) - len(self.sums.roots) :], strict=True)
-        )
+        roots = self.sums.roots
+        return dict(zip(roots, self.want[len(self.want) - len(roots) :], strict=True))
 
 
 def decide_program(

@@ -268,11 +268,9 @@ class Loop:
 
     def _iterations(self) -> tuple[_Carry, _Stacked]:
         """Runs the iterations; returns the last carry, and the stacks."""
-        zeros = [
-            zero if spec is None else self._scans.constrain(zero, spec)
-            for v, spec in self._decided.in_place.items()
-            for zero in [jnp.zeros(v.aval.shape, v.aval.dtype)]
-        ]
+        in_place = self._decided.in_place.items()
+        pairs = [(jnp.zeros(v.aval.shape, v.aval.dtype), spec) for v, spec in in_place]
+        zeros = [x if spec is None else self._scans.constrain(x, spec) for x, spec in pairs]
         prefetched, deferred = self._prefetched, self._deferred
         start = _Carry(self._carry, zeros, prefetched.first(), deferred.first())
         orders = prefetched.order(), deferred.order()

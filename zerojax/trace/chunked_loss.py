@@ -81,13 +81,13 @@ def with_chunked_losses(
 
     if not holds(jaxpr, is_large, runs_regions):
         return closed
-    opened = new = _Opener().body(jaxpr)
+    opened = new = _Inliner().body(jaxpr)
     while (found := _Loss.of(new, rows(new), sizes)) is not None:
         new = found.in_chunks(new)
     return closed if new is opened else jaxprs.with_body(closed, new)
 
 
-class _Opener(Rewriter):
+class _Inliner(Rewriter):
     """Inlines the calls of a program, such as that of ``jnp.take_along_axis``."""
 
     def equation(self, eqn: Equation, jaxpr: Jaxpr) -> Sequence[Equation]:

@@ -8,7 +8,6 @@ to nearest leaves the moment where it is. Stochastic rounding is right in the me
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +83,7 @@ def in_bf16(state: optax.OptState) -> bool:
     return [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(after)]
 
 
-def _has_moments(node: object) -> TypeGuard[ScaleByAdamState]:
+def _has_moments(node: object) -> bool:
     """Returns whether a node of a state has moments: a ``ScaleByAdamState`` or one like it."""
     return {"count", "mu", "nu"} <= {*getattr(node, "_fields", ())}
 

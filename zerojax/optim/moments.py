@@ -28,7 +28,8 @@ def bf16_moments(tx: optax.GradientTransformation) -> optax.GradientTransformati
 
     The random bits are a hash of the stored moments of the element and of the count of updates:
     equal on any number of devices and at every stage, computed by each device for its shards, and
-    by rows under offload. All else in the state, and its tree, is as ``tx`` has it.
+    by rows under offload. Elements whose stored moments are equal, as at the start, share them. All
+    else in the state, and its tree, is as ``tx`` has it.
 
     Args:
       tx: A transformation with ``count``, ``mu`` and ``nu`` in one node of its state, as those of

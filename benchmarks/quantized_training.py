@@ -229,10 +229,9 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
 def draw(runs: Sequence[Run], allowed: float, path: Path) -> None:
     """A panel for each run but the first: its losses' distance from the first's, up to 1.5 times
     what is allowed, in percent."""
-    figure, panels = plt.subplots(
-        2, 3, sharex=True, sharey=True, figsize=(10, 5), dpi=110, layout="constrained"
-    )
-    base = runs[0]
+    base, rows = runs[0], -(-len(runs[1:]) // 3) or 1
+    figure, panels = plt.subplots(rows, 3, sharex=True, sharey=True, squeeze=False,
+        figsize=(10, 2.5 * rows), dpi=110, layout="constrained")  # fmt: skip
     for panel, each in zip(panels.flat, runs[1:], strict=False):
         means, of_base = _means(each.train), _means(base.train)
         ends = np.arange(1, len(means) + 1) * WINDOW

@@ -14,13 +14,12 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
+from quantize.adapters import Sizes, adapters_of_llama, quantized
 
 import zerojax
+from zerojax.xla.jaxprs import nbytes
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_compile"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # flax's, of qwix 0.1.8
-]
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 NF4 = {"weight_qtype": "nf4", "tile_size": 32}
 RANK: Any = {"rank": 4, "alpha": 8.0}
@@ -193,6 +192,24 @@ def test_codes_travel_once_a_pass(form: str) -> None:
     assert sum(sent) == (2 * codes - once) // 2 * 7 // 8
     gathers = [x for x in table.rows if x.kind == "all-gather" and x.dtype != "uint4"]
     assert max(x.bytes for x in gathers) < 4 * WIDTH**2 * 7 // 8  # a square matrix in fp32
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("dtype", "expected"), [(None, 0.5625), (jnp.bfloat16, 0.53125)])
+def test_a_device_holds_its_part_of_the_codes_and_scales_of_an_8b(
+    dtype: Any, expected: float, devices: int
+) -> None:
+    sizes = Sizes(32, 4096, 14336, n_head=32, n_kv_head=8, vocab_size=128256)
+    create, _ = adapters_of_llama(sizes, scan=True, remat=True, dtype=dtype)
+    zero = zerojax.zero(stage=3, mesh=zerojax.mesh(devices))
+    arrays = quantized(zero.abstract_state(create, jax.random.key(0)).base)
+    shards = [
+        jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+        for x in jax.tree.leaves(arrays)
+    ]
+    parameters = sum(x.qvalue.size for x in arrays)
+    assert parameters == 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    assert sum(map(nbytes, shards)) == expected * parameters / devices
 
 
 def state_of(state: Any) -> Any:

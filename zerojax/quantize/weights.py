@@ -51,8 +51,8 @@ class Grid(NamedTuple):
     group_size: int | None
 
     def quantized(self, x: jax.Array) -> qwix.QArray:
-        """Quantizes an array; the codes are computed in float32 or wider. The scale of a number that
-        is not finite is NaN; the reduction to the largest is not NaN on every backend."""
+        """Quantizes an array; the codes are computed in float32 or wider. A number that is not
+        finite makes its scale NaN, which the largest element is not on every backend."""
         import qwix
 
         others = [d for d in range(x.ndim) if d != self.dimension]

@@ -76,6 +76,10 @@ def test_what_the_caller_lacks_is_named(tmp_path: Path) -> None:
         wide = abstract.replace(base=zero.init(create_linen, jax.random.key(1), 72).base)
         with pytest.raises(CheckpointError, match=r"was uint4\[64, 64\], not uint4\[72, 72\]"):
             checkpointer.restore(wide)
+        donated = zero.init(create_linen, jax.random.key(1))
+        donated.base["w"].scale.delete()
+        with pytest.raises(CheckpointError, match=r"base.w.scale was left out as frozen"):
+            checkpointer.restore(donated)
         params = checkpointer.restore(abstract.params)  # which need no base
         np.testing.assert_array_equal(params["a"], state.params["a"])
         assert int(jnp.sum(params["a"] != 0))

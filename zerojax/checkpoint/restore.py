@@ -166,7 +166,8 @@ def _take_frozen(saved: SavedStep, wanted: _Wanted) -> dict[str, Callable[[], in
         if path is None:
             continue
         x, struct = wanted.given[path], wanted.leaves.pop(path)
-        if isinstance(x, jax.ShapeDtypeStruct):
+        at_rest = unwrap_stored(x)
+        if not isinstance(at_rest, jax.Array) or at_rest.is_deleted():
             raise CheckpointError(
                 f"{saved.item}: {name} was left out as frozen. Pass its array, placed as by "
                 "zero.init, in abstract_state: restore(abstract_state.replace(base=state.base))"

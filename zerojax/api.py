@@ -31,7 +31,7 @@ from zerojax.evaluation.decorated import Evaluation
 from zerojax.foresight.guard import Guard
 from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
-from zerojax.optim.wrap import ZeroTransformation, features, wrap
+from zerojax.optim.wrap import ZeroTransformation, configured
 from zerojax.placement.states import States
 from zerojax.plan.state_sharding import DTYPES, Plan
 from zerojax.plan.table import Summarized, Summary, first_rows
@@ -289,7 +289,7 @@ class Zero(Summarized):
             weight_decay_mask=weight_decay_mask,
             compute_dtype=DTYPES[config.compute_dtype],
         )
-        return wrap(tx, learning_rate=learning_rate, **features(config))
+        return configured(tx, config, learning_rate)
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
         """Wraps the user's optax transformation with the config's clipping and telemetry."""

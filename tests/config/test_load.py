@@ -141,7 +141,7 @@ def test_every_off_key_is_refused_when_on_and_off_when_auto():
         ({"zero_optimization": {"stage": "auto"}}, '"auto" cannot be resolved; write 0'),
         ({"train_batch_size": 0}, "at least 1, got 0"),
         ({"gradient_clipping": -1}, "gradient_clipping: expected a finite number of at least 0"),
-        ({"fp16": {"fp16_master_weights_and_grads": True}}, "master weights and optimizer state"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "master weights stay in fp32"),
         ({"data_types": {"grad_accum_dtype": "f32"}}, '"fp32", "bf16", "fp16"'),
         ({"optimizer": {"params": {}}}, "optimizer.type: missing; expected one of Adam"),
         ({"optimizer": {"type": "onebitadam"}}, 'does not compress momenta; write "AdamW"'),

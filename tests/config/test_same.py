@@ -36,6 +36,7 @@ FIELDS = {
         }.items()
     },
     "check_grad_overflow": ({"bf16": {"check_grad_overflow": True}}, True),
+    "bf16_optimizer_states": ({"bf16": {"bf16_optimizer_states": True}}, True),
     "check_finite": ({"check_finite": True}, True),
     "accumulate_statistics": ({"accumulate_statistics": True}, True),
     "gradient_clipping": ({"gradient_clipping": 0.5}, 0.5),

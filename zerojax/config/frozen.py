@@ -101,6 +101,11 @@ class ZeroConfig(Settings):
         return "fp16" if self.fp16 else "bf16" if self.bf16 else None
 
     @property
+    def bf16_moments(self) -> bool:
+        """True if Adam's moments are stored in bfloat16."""
+        return self.bf16 and self.bf16_optimizer_states
+
+    @property
     def skips_overflow(self) -> bool:
         """True if updates whose gradient is not finite are skipped."""
         return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)

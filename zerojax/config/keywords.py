@@ -47,6 +47,7 @@ class Keywords(XlaOptions, total=False):
     min_loss_scale: float
     raise_error_at_min_scale: bool
     check_grad_overflow: bool
+    bf16_optimizer_states: bool
     compute_grad_norm: bool
     gradient_clipping: float
     gradient_accumulation_steps: int | None

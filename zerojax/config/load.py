@@ -158,10 +158,11 @@ class ConfigReading:
         self.problems += problems + more
         self.fields: dict[str, Any] = {}
         self._paths = {name: key.path for name, key in BY_FIELD.items()}
-        self._set_fields(self._note_sections())
+        reasons = self._note_sections()
         for section in names if not self.problems else ():
             params = within(f"{section}.params.", self._values)
             self.fields[section] = NAMED[section](type=names[section], params=params)
+        self._set_fields(reasons)
 
     def translated_from(self, yaml: Translation) -> None:
         """Rewords notes and problems with the keys of the YAML that the JSON was derived from."""

@@ -38,7 +38,9 @@ _ADAMW: dict[str, Key] = {
     "torch_adam": _ANY_FLAG,
     "fused": _ANY_FLAG,
     "set_grad_none": _param(k.FLAG, True),
-    "fp32_optimizer_states": _param(k.FLAG, True, "moments stay in fp32", "off only"),
+    "fp32_optimizer_states": _param(
+        k.FLAG, True, "bf16.bf16_optimizer_states stores moments in bf16", "off only"
+    ),
 }
 _ADAM = {**_ADAMW, "adam_w_mode": _param(k.FLAG, True)}
 # AdamW decouples the weight decay by definition, regardless of the mode.
@@ -88,6 +90,9 @@ OPTIMIZERS: dict[str, dict[str, Key]] = {
         "per_head_muon": _param(k.FLAG, False, "no head by itself yet", "off only"),
     },
 }
+
+TWO_MOMENTS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "Lamb")
+"""Adam's family: optimizers whose moments may be stored in bfloat16."""
 
 REPLACED_TYPES = {"OneBitAdam": "AdamW", "OneBitLamb": "Lamb", "ZeroOneAdam": "AdamW"}
 """DeepSpeed's optimizers that send momenta in 1 bit, which zerojax does not support, with the

@@ -63,6 +63,9 @@ class Settings:
         keyword=False,
         loud="DeepSpeed skips updates in bf16 that are not finite by default; false turns it off",
     )
+    bf16_optimizer_states: bool = _flag(
+        "bf16.", "true: Adam's moments are stored in bfloat16, rounded stochastically"
+    )
     check_finite: bool = _flag(
         "", f"{_OWN}: true skips updates that are not finite at any precision"
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zerojax.config.errors import as_text
+from zerojax.config.named_types import TWO_MOMENTS
 from zerojax.config.sections import OFFLOAD
 
 _DYNAMIC = (
@@ -55,6 +56,14 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"{name('min_loss_scale')} = {as_text(smallest)} is above the initial scale, "
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
+    optimizer, moments = values.get("optimizer"), name("bf16_optimizer_states")
+    low = values.get("bf16") and values.get("bf16_optimizer_states")
+    if low and optimizer and optimizer.type not in TWO_MOMENTS:
+        yield (
+            f"{moments} = true: the moments of {', '.join(TWO_MOMENTS)} may be stored in bf16, and "
+            f"optimizer.type is {as_text(optimizer.type)}; set {moments} to false, or name one of "
+            "these"
+        )
     stage = values.get("stage", 3)  # if that is wrong, nothing needs another
     for field, (lowest, where, off) in _NEED_STAGE.items():
         given = getattr(values.get(field), "device", values.get(field))
@@ -96,6 +105,8 @@ def idle(values: Mapping[str, object]) -> dict[str, str]:
         reasons |= dict.fromkeys(("loss_scale", *_DYNAMIC), "fp16 is off")
     elif values.get("loss_scale"):
         reasons |= dict.fromkeys(_DYNAMIC, "the loss scale is static: loss_scale is not 0")
+    if not bf16:
+        reasons["bf16_optimizer_states"] = "bf16 is off"
     if not fp16 and not bf16:
         reasons["auto_cast"] = "fp16 and bf16 are off, so there is no dtype to cast to"
     if fp16:

@@ -82,9 +82,8 @@ _NO_EFFECT = {
 }
 
 _OFF: dict[str, dict[str, object]] = {
-    "master weights and optimizer state stay in fp32, sharded over the devices": {
+    "master weights stay in fp32, sharded over the devices": {
         "bf16.bf16_master_weights_and_grads": False,
-        "bf16.bf16_optimizer_states": False,
         "fp16.fp16_master_weights_and_grads": False,
     },
     "fp16 and bf16 choose the compute dtype, the model its buffers'": {

@@ -31,6 +31,8 @@ from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped, Value
 
 _MOST_COMPARED = 2**10  # elements of a constant
+_OF_BITS = frozenset({"bitcast_convert_type", "shift_right_logical"})
+"""Primitives that work element by element if their operands and results have one shape."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _by_element(shape: tuple[int, ...], eqn: Equation) -> bool:
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {(), shape} and eqn.outvars[0].aval.shape == shape
-    return eqn.primitive.name in ELEMENTWISE and shapes <= {(), shape}
+    return eqn.primitive.name in ELEMENTWISE | _OF_BITS and shapes <= {(), shape}
 
 
 def _first_of_equal_scalars(jaxpr: Jaxpr) -> dict[Atom, Atom]:

@@ -15,6 +15,7 @@ import optax
 from zerojax.config import ZeroConfig
 from zerojax.optim.frozen import Run, TracedUpdate
 from zerojax.optim.loss_scale import LossScale, LossScaleState
+from zerojax.optim.moments import bf16_moments
 from zerojax.optim.norm import global_norm, norm_of
 from zerojax.train_state.bound import BoundTransformation
 from zerojax.xla.types import PyTree
@@ -240,6 +241,17 @@ def features(config: ZeroConfig) -> dict[str, Any]:
         "skip_nonfinite": config.skips_overflow,
         "compute_grad_norm": config.compute_grad_norm,
     }
+
+
+def configured(
+    tx: optax.GradientTransformation,
+    config: ZeroConfig,
+    learning_rate: float | optax.Schedule | None = None,
+) -> ZeroTransformation:
+    """Wraps an optimizer as a config asks; see :func:`wrap`."""
+    if config.bf16_moments and not isinstance(tx, ZeroTransformation | BoundTransformation):
+        tx = bf16_moments(tx)
+    return wrap(tx, learning_rate=learning_rate, **features(config))
 
 
 def adopt(

@@ -30,10 +30,12 @@ from zerojax.distributed.equality import require_same_program, require_same_valu
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
 from zerojax.optim.frozen import frozen_leaves
+from zerojax.optim.moments import in_bf16, to_bf16
 from zerojax.optim.wrap import (
     UNKNOWN,
     ZeroTransformation,
     adopt,
+    configured,
     features,
     find_zero_state,
     full_precision,
@@ -119,7 +121,7 @@ class States:
                     " and ".join(unused),
                     remedy,
                 )
-            self._wrapped[tx] = wrap(tx, **features(self.config))
+            self._wrapped[tx] = configured(tx, self.config)
         return self._wrapped[tx]
 
     def open(self, objects: tuple[PyTree, ...]) -> OpenedState:
@@ -149,6 +151,12 @@ class States:
                     f"{'a' if scaled else 'no'} loss scale. Create the state with zero.init, "
                     "zero.optimizer() or zero.wrap() of this zero."
                 )
+            if self.config.bf16_moments and not in_bf16(opened.parts.opt_state):
+                raise ValueError(
+                    "bf16_optimizer_states is on, but the state's optimizer stores float32 "
+                    "moments. Create the state with zero.init, zero.optimizer() or zero.wrap() of "
+                    "this zero."
+                )
         else:
             check_not_within(opened.parts.opt_state)
 
@@ -161,7 +169,9 @@ class States:
             if not is_wrapped:
                 loss_scale = features(self.config)["loss_scale"]
                 norm = UNKNOWN if opened.kind.any_pytree else 0.0
-                adopted = adopt(parts.opt_state, parts.step, loss_scale, norm)
+                inner = parts.opt_state
+                inner = to_bf16(inner) if self.config.bf16_moments else inner
+                adopted = adopt(inner, parts.step, loss_scale, norm)
                 parts = parts._replace(opt_state=adopted)
             return parts
 

@@ -318,6 +318,7 @@ class Plan(Summarized):
         title += f", other axes {others}" if others else ""
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""
+        title += " and bf16 moments" if config.bf16_moments else ""
         for sentence in (self.lost, self.replicated_state):
             title += f"\n{sentence}" if sentence else ""
         return title

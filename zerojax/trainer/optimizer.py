@@ -14,7 +14,7 @@ from zerojax.optim.decay import no_bias_and_norm
 from zerojax.optim.named import Rate, named_optimizer
 from zerojax.optim.schedules import Params, Run, schedule_of_transformers
 from zerojax.optim.schedules import schedule as rate_of
-from zerojax.optim.wrap import features, wrap
+from zerojax.optim.wrap import configured
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
@@ -54,7 +54,7 @@ def optimizer_of(
         args.lr_scheduler_type, Run(base, args.warmup(steps), steps), options
     )
     tx, learning_rate = _with_rate(args, config, rate)
-    return wrap(tx, learning_rate=learning_rate, **features(config))
+    return configured(tx, config, learning_rate)
 
 
 IN_TRANSFORMATION = (

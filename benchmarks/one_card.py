@@ -84,10 +84,10 @@ RECIPES = {
     "bf16 moments": Recipe(_choice(), low=True),
     "optimizer on the host": Recipe(_choice(offload="optimizer")),
     "optimizer on the host, 12 rows": Recipe(_choice(offload="optimizer", micro=12)),
-    "both on the host": Recipe(_offloaded()),
     "both on the host, bf16 moments": Recipe(_offloaded(), low=True),
     "both on the host, bf16 moments, 12 rows": Recipe(_offloaded(micro=12), low=True),
     "LoRA": Recipe(_choice(), Method.lora),
+    "QLoRA": Recipe(_choice(), Method.qlora),
 }
 
 
@@ -102,7 +102,8 @@ def forecast(
     config = load({**CONFIG, "bf16": {"enabled": True, "bf16_optimizer_states": recipe.low}})
     study = Study(model, config, mesh, rates, rows=None, seq=seq, note=say, measured=Cache())
     choice = dataclasses.replace(recipe.choice, **changed)
-    return None if study.hopeless(choice) else study.forecast(choice)
+    fits = study.plan(choice).bytes_per_device <= rates.room
+    return study.forecast(choice) if fits else None
 
 
 def cells(found: Forecast) -> list[str]:

@@ -51,6 +51,7 @@ app = typer.Typer(add_completion=False)
 class Method(enum.StrEnum):
     full = "full"
     lora = "lora"
+    qlora = "qlora"
 
 
 class Tuned(TrainState):
@@ -59,22 +60,29 @@ class Tuned(TrainState):
     base: Any
 
 
+def in_bf16(base: Any, zero: zerojax.Zero) -> Any:
+    """The base with its floating arrays in bfloat16, if the config computes in it."""
+    low = jnp.bfloat16 if zero.config.bf16 else jnp.float32
+    return jax.tree.map(lambda x: x.astype(low) if x.dtype == jnp.float32 else x, base)
+
+
 def workload(model: Any, method: Method, zero: zerojax.Zero, rows: int, seq: int) -> Any:
     """State and step, of {"tokens": int32 [rows, seq + 1]}, for `plan` and for a run.
 
-    The base is bfloat16 if the config computes in it; adapters have float32 masters.
+    The base is bfloat16 if the config computes in it, and with `qlora` its products have nf4 codes,
+    of which 64 inputs share a scale; adapters have float32 masters.
     """
     if method != Method.full:
+        how: Any = {"weight_qtype": "nf4", "tile_size": 64} if method == Method.qlora else {}
         of = f".*({'|'.join(ADAPTED)})"
-        adapters = qwix.LoraProvider(module_path=of, rank=RANK, alpha=float(ALPHA))
+        adapters = qwix.LoraProvider(module_path=of, rank=RANK, alpha=float(ALPHA), **how)
         model = qwix.apply_lora_to_model(model, adapters)
 
     def create_state(key: jax.Array) -> Tuned:
         params = flatten_dict(model.init(key, jnp.zeros((1, 8), jnp.int32))["params"])
         trained = {k: x for k, x in params.items() if method == Method.full or "lora" in k[-1]}
-        dtype = jnp.bfloat16 if zero.config.bf16 else jnp.float32
-        base = {k: x.astype(dtype) for k, x in params.items() if k not in trained}
-        trained, base = unflatten_dict(trained), unflatten_dict(base)
+        base = {k: x for k, x in params.items() if k not in trained}
+        trained, base = unflatten_dict(trained), in_bf16(unflatten_dict(base), zero)
         return Tuned.create(apply_fn=model.apply, params=trained, base=base, tx=zero.optimizer())
 
     def train_step(state: Tuned, batch: Any) -> tuple[Tuned, Any]:
@@ -100,20 +108,28 @@ def planned(
     return workload(decoder(seq, remat, zero=zero, attention=attention), method, zero, rows, seq)
 
 
-full_8b = functools.partial(planned, llama3_8b, Method.full)
 lora_8b = functools.partial(planned, llama3_8b, Method.lora)
+qlora_8b = functools.partial(planned, llama3_8b, Method.qlora)
 
 
 def started(loaded: Any, work: Any, zero: zerojax.Zero) -> Tuned:
-    """The state with the folder's weights, each read to where it stays."""
+    """The state with the folder's weights; a base may become codes, while both need memory."""
     key = jax.random.key(0)
-    like = zero.abstract_state(work.create_state, key)
-    if not like.base:
-        state = zero.init(work.create_state, key)
-        return state.replace(params=loaded.load(state.params))
+    like = zero.abstract_state(work.create_state, key).base
     # Without a base, as a random one would need memory beside the folder's.
-    state = zero.init(lambda key: work.create_state(key).replace(base=None), key)
-    return state.replace(base=loaded.load(like.base))
+    state = zero.init(lambda key: work.create_state(key).replace(base={}), key)
+    if not like:
+        return state.replace(params=loaded.load(state.params))
+    floats = zero.abstract_state(workload(loaded.model, Method.lora, zero, 1, 8).create_state, key)
+
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), like["layers"])
+
+    def quantized(base: Any) -> Any:  # layer by layer, as nf4 compares a weight with 16 values
+        layers = jax.lax.map(lambda layer: qwix.quantize_params(layer, one), base["layers"])
+        return in_bf16(base | {"layers": layers}, zero)
+
+    places = jax.tree.map(lambda x: x.sharding, like)
+    return state.replace(base=jax.jit(quantized, out_shardings=places)(loaded.load(floats.base)))
 
 
 def save(loaded: Any, state: Tuned, folder: pathlib.Path) -> None:

@@ -1,15 +1,18 @@
 """Arrays from low-bit weights are computed where they are used, with the same numbers."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from zerojax.graph.search import equations
+from zerojax.quantize import dequantize
 from zerojax.trace.late import with_late_weights
 from zerojax.xla.jaxprs import open_jaxpr
 
@@ -88,6 +91,13 @@ def dequantized(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return (groups * scales[:, :, None]).reshape(codes.shape)
 
 
+def dequantized_any(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Of one layer too."""
+    is_layer = codes.ndim == 2
+    given = (codes[None], scales[None]) if is_layer else (codes, scales)
+    return dequantized(*given)[0] if is_layer else dequantized(*given)
+
+
 @pytest.mark.parametrize("group_size", [None, 4])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_numbers_are_the_same(program: Any, group_size: int | None) -> None:
@@ -106,6 +116,70 @@ def test_numbers_are_the_same(program: Any, group_size: int | None) -> None:
         for v in eqn.outvars
     )
     assert has_stack != (program in WITHOUT_STACK)
+
+
+def nf4(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    return dequantize(qwix.QArray(codes, scales, None, "nf4"))
+
+
+def nf4_as_qwix(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    one = qwix.dequantize
+    both = one if codes.ndim == 2 else jax.vmap(one)
+    return both(qwix.QArray(codes, scales, None, "nf4"))
+
+
+def unrolled(values: Any, codes: Any, scales: Any, low: Any, x: Any) -> Any:
+    for one_codes, one_scales, one_low in zip(codes, scales, low, strict=True):
+        x = jnp.tanh(x @ values(one_codes, one_scales) + x @ one_low)
+    return x.sum()
+
+
+def over_stack(values: Any, codes: jax.Array, scales: jax.Array, low: Any, x: Any) -> Any:
+    def layer(x: Any, each: Any) -> Any:
+        w, low = each
+        # A cast in the layer, as flax has it, is what the backward pass would keep.
+        return jnp.tanh(x @ w.astype(jnp.bfloat16).astype(x.dtype) + x @ low), None
+
+    return lax.scan(layer, x, (values(codes, scales), low))[0].sum()
+
+
+def by_layer(values: Any, codes: jax.Array, scales: jax.Array, low: Any, x: Any) -> Any:
+    def layer(x: Any, each: Any) -> Any:
+        codes, scales, low = each
+        return jnp.tanh(x @ values(codes, scales) + x @ low), None
+
+    return lax.scan(layer, x, (codes, scales, low))[0].sum()
+
+
+@pytest.mark.parametrize("values", [dequantized_any, nf4, nf4_as_qwix])
+@pytest.mark.parametrize("program", [unrolled, over_stack, by_layer])
+def test_adapters_train_over_codes_alone(program: Any, values: Any) -> None:
+    """No array is dequantized for the backward pass before that begins."""
+    shape, keys = (3, 16, 16), jax.random.split(jax.random.key(0), 4)
+    dtype = jnp.int4 if values is dequantized_any else jnp.uint4
+    codes = jax.random.randint(keys[0], shape, 0, 8, jnp.int8).astype(dtype)
+    scales = jax.random.normal(keys[1], (3, 2, 16)) / 7
+    low, x = jax.random.normal(keys[2], shape) / 9, jax.random.normal(keys[3], (5, 16))
+
+    def step(codes: Any, scales: Any, low: Any, x: Any) -> Any:
+        loss = functools.partial(program, values)
+        return jax.value_and_grad(loss, argnums=2)(codes, scales, low, x)
+
+    given: Any = codes, scales, low, x
+    if program is unrolled:
+        given = [*codes], [*scales], [*low], x
+    traced = jax.make_jaxpr(step)(*given)
+    late: Any = with_late_weights(traced, len(jax.tree.leaves(given[:2])))
+    flat = jax.tree.leaves(given)
+    for a, b in zip(*(jaxpr_as_fun(each)(*flat) for each in (late, traced)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    found = [*equations(open_jaxpr(late)[0])]
+    results = [v.aval for eqn in found for v in eqn.outvars]
+    stacks = [x for x in results if x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating)]
+    assert len(stacks) == (0 if program is unrolled else 1)  # the gradient of the adapters
+    if program is unrolled:  # the first layer's input has no gradient
+        times = [sum(v in eqn.invars for eqn in found) for v in open_jaxpr(late)[0].invars[:3]]
+        assert times == [1, 2, 2]
 
 
 def test_a_vector_that_is_read_by_layer_and_in_full() -> None:

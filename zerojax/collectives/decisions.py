@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.plan import layout
 from zerojax.plan.layout import SpecEntry
+from zerojax.xla import jaxprs
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, PERMUTE = "all-to-all", "collective-permute"
@@ -90,7 +91,7 @@ def payload(
 ) -> int:
     """Returns the bytes of the shards by ``cut`` that form one device's shard by ``less``."""
     shard = math.prod(layout.shard_shape(shape, cut, mesh))
-    return shard * group(cut, less, mesh) * jnp.dtype(dtype).itemsize
+    return shard * group(cut, less, mesh) * jaxprs.bits(jnp.dtype(dtype)) // 8
 
 
 def _shards(spec: Sequence[SpecEntry], mesh: Mesh | AbstractMesh) -> int:

@@ -148,6 +148,7 @@ def impossible(x: jax.Array) -> jax.Array:
     """Returns False for each element, which XLA cannot prove."""
     # As an integer, NaN is a number like any other: masked, none exceeds the mask.
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    x = x.astype(unsigned) if jaxprs.bits(x.dtype) < 8 else x
     magnitude = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
     # XLA removes barriers before it schedules, but keeps this dependence: with barriers in its
     # place 64 H100s gather all of 4 unrolled layers of 4096 x 16384 at once, 1,074 MB for 537.

@@ -29,6 +29,7 @@ from zerojax.offload.disk.array import DiskArray
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, PINNED
 from zerojax.plan.table import size
+from zerojax.xla import jaxprs
 from zerojax.xla.types import PyTree
 
 Weights = Literal["gathered", "by_layer"]
@@ -183,10 +184,9 @@ def _gathered_bytes(x: Any) -> int:
 
 
 def device_bytes(x: Any, spec: layout.Spec | None) -> int:
-    """Returns the bytes of a device's shard under `spec`; of the array without one. An int4 takes
-    half a byte."""
+    """Returns the bytes of a device's shard under `spec`; of the array without one."""
     shape = x.shape if spec is None else layout.shard_shape(x.shape, spec, x.sharding.mesh)
-    return math.prod(shape) * (4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize) // 8
+    return math.prod(shape) * jaxprs.bits(x.dtype) // 8
 
 
 def free_bytes(devices: Mesh | None) -> int | None:

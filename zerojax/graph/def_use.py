@@ -11,7 +11,7 @@ from jax.extend import core
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.primitives import CAST
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr, MaybeNone
+from zerojax.xla.types import Atom, Equation, Jaxpr, MaybeNone, Value
 
 
 class Use(NamedTuple):
@@ -36,6 +36,14 @@ class Slice(NamedTuple):
     def results(self) -> list[Atom]:
         """The variables that the equations compute, in order."""
         return [v for equation in self.equations for v in equation.outvars]
+
+    def evaluate(self, known: Mapping[Atom, Value]) -> dict[Atom, Value]:
+        """Runs the equations; returns the values of all variables, from those of ``ends``."""
+        values = dict(known)
+        for equation in self.equations:
+            operands = [jaxprs.read(v, values) for v in equation.invars]
+            values.update(zip(equation.outvars, jaxprs.bind(equation, operands), strict=True))
+        return values
 
 
 class Graph:

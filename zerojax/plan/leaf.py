@@ -15,6 +15,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import DEVICE
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
+from zerojax.xla import jaxprs
 from zerojax.xla.types import Shaped
 
 
@@ -93,12 +94,12 @@ class Leaf:
     @property
     def bytes(self) -> int:
         """Bytes of the full array."""
-        return math.prod(self.shape) * int(self.dtype.itemsize)
+        return math.prod(self.shape) * jaxprs.bits(self.dtype) // 8
 
     @property
     def bytes_per_device(self) -> int:
         """Bytes of a shard."""
-        return math.prod(self.padded) // math.prod(self.slices) * int(self.dtype.itemsize)
+        return math.prod(self.padded) // math.prod(self.slices) * jaxprs.bits(self.dtype) // 8
 
     @property
     def sharded(self) -> bool:

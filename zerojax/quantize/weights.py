@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,21 @@ if TYPE_CHECKING:
 
 Select = Callable[[str, Any], bool]
 
-_DTYPES = {8: jnp.int8, 4: jnp.int4}
+Bits = int | Literal["nf4"]
+
+_QTYPES = {8: jnp.int8, 4: jnp.int4, "nf4": "nf4"}
 
 
 class Grid(NamedTuple):
     """The codes of an array, and the elements that share a scale.
 
     Attributes:
-      bits: Bits of a code.
+      bits: Bits of a code, or "nf4".
       dimension: The dimension whose elements share scales.
       group_size: Number of consecutive elements that share a scale; None for all.
     """
 
-    bits: int
+    bits: Bits
     dimension: int
     group_size: int | None
 
@@ -53,23 +55,27 @@ class Grid(NamedTuple):
         import qwix
 
         others = [d for d in range(x.ndim) if d != self.dimension]
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         array: qwix.QArray = qwix.quantize(
-            x.astype(jnp.promote_types(x.dtype, jnp.float32)),
-            _DTYPES[self.bits],
+            wide,
+            _QTYPES[self.bits],
             channelwise_axes=others,
             tiled_axes={self.dimension: self.group_size} if self.group_size else None,
-            scale_dtype=x.dtype,
         )
-        d, size = self.dimension, self.group_size or x.shape[self.dimension]
-        groups = jnp.isnan(x).reshape(*x.shape[:d], -1, size, *x.shape[d + 1 :])
-        scales = jnp.where(groups.any(d + 1), jnp.nan, array.scale)
-        return self.like(array.qvalue, scales)
+        codes, split = array.qvalue, [n for sizes in _tiles(array) for n in sizes]
+        if self.bits == "nf4":  # as qwix does, but on shards
+            units = (wide.reshape(split) / _spread(array.scale)).reshape(x.shape)
+            distances = jnp.abs(_nf4_values() - units[..., None])
+            codes = jnp.argmin(distances, axis=-1).astype(codes.dtype)
+        within = tuple(range(1, 2 * x.ndim, 2))
+        has_nan = jnp.isnan(x).reshape(split).any(within)
+        return self.like(codes, jnp.where(has_nan, jnp.nan, array.scale.astype(x.dtype)))
 
     def like(self, codes: Any, scales: Any) -> qwix.QArray:
         """Returns the node of a quantized array with other leaves."""
         import qwix
 
-        return qwix.QArray(codes, scales, None, _DTYPES[self.bits])
+        return qwix.QArray(codes, scales, None, _QTYPES[self.bits])
 
     def shardings(self, sharding: NamedSharding, ndim: int) -> tuple[NamedSharding, NamedSharding]:
         """Returns the shardings of codes and scales from that of the array."""
@@ -80,14 +86,18 @@ class Grid(NamedTuple):
 
 
 def quantize_weights(
-    params: PyTree, bits: int = 8, *, group_size: int | None = None, select: Select | None = None
+    params: PyTree, bits: Bits = 8, *, group_size: int | None = None, select: Select | None = None
 ) -> PyTree:
-    r"""Quantizes the matrices of a model to integers with scales, for evaluation and generation.
+    r"""Quantizes the matrices of a model to codes with scales, for evaluation and generation, and
+    for the frozen base of adapters.
 
     .. math::
 
         s_j = \max_i |w_{ij}| \, / \, (2^{b-1} - \tfrac{1}{2}), \quad
         c_{ij} = \operatorname{round}(w_{ij} / s_j)
+
+    With "nf4" :math:`s_j = \max_i |w_{ij}|`, and a code is the position of the value next to
+    :math:`w_{ij} / s_j` among 16 quantiles of the normal distribution (Dettmers et al. 2023).
 
     A scale serves one output channel :math:`j` of one layer: the elements along the largest
     dimension but the last, and in stacks of layers and arrays of four or more dimensions but the
@@ -102,15 +112,15 @@ def quantize_weights(
     Args:
       params: A tree of parameters, flax ``TrainState`` or ``nnx.Module``; arrays may be
         ``jax.ShapeDtypeStruct``. Of a ``TrainState``, the result has no optimizer state.
-      bits: 8 or 4.
+      bits: 8, 4 or "nf4", which takes 4 bits too, and usually ``group_size=64``.
       group_size: Number of consecutive inputs that share a scale; None for all.
       select: ``select(path, array)`` returns whether to quantize an array, which must be floating
         with two or more dimensions. None selects matrices, and stacks of matrices, of more than
         8192 elements, except those named ``embedding``, ``scale`` or ``bias``.
 
     Returns:
-      The tree with a ``qwix.QArray`` in place of each matrix: ``qvalue``, int8 or int4 codes of the
-      array's shape, and ``scale``, in the array's dtype.
+      The tree with a ``qwix.QArray`` in place of each matrix: ``qvalue``, int8, int4 or uint4 codes
+      of the array's shape, and ``scale``, in the array's dtype.
 
     Raises:
       ValueError: ``bits`` or ``group_size`` is not supported, an array is quantized already, or no
@@ -186,15 +196,39 @@ def is_quantized(x: object) -> bool:
 def _dequantized(array: qwix.QArray) -> jax.Array:
     import qwix
 
-    return qwix.dequantize(array)
+    if array.qtype != "nf4":
+        return qwix.dequantize(array)
+    # qwix looks up a vector of all codes, which mixes layers and shards.
+    values = _nf4_values().at[array.qvalue].get(mode="promise_in_bounds").astype(array.scale.dtype)
+    split = [n for sizes in _tiles(array) for n in sizes]
+    return (values.reshape(split) * _spread(array.scale)).reshape(array.shape)
 
 
-def _check(bits: int, group_size: int | None) -> None:
+def _tiles(array: qwix.QArray) -> list[tuple[int, int]]:
+    """Returns for each dimension the number of its scales, and of the elements that share one."""
+    return [(n, size // n) for n, size in zip(array.scale.shape, array.shape, strict=True)]
+
+
+def _spread(scale: jax.Array) -> jax.Array:
+    """Returns scales with a dimension of size 1 after each, for the elements that share one."""
+    return scale.reshape([n for size in scale.shape for n in (size, 1)])
+
+
+def _nf4_values() -> jax.Array:
+    """Returns the 16 values of nf4 codes, ascending."""
+    import qwix
+
+    with jax.ensure_compile_time_eval():
+        codes = jnp.arange(16).astype(jnp.uint4)
+        return qwix.dequantize(qwix.QArray(codes, jnp.ones(16), None, "nf4"))
+
+
+def _check(bits: Bits, group_size: int | None) -> None:
     is_size = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0
-    if isinstance(bits, bool) or bits not in _DTYPES or not (group_size is None or is_size):
+    if isinstance(bits, bool) or bits not in _QTYPES or not (group_size is None or is_size):
         raise ValueError(
-            f"quantize_weights: bits={bits!r}, group_size={group_size!r}: pass bits=8 or "
-            "bits=4, and a group_size above 0, such as 128, or None for one scale an output"
+            f"quantize_weights: bits={bits!r}, group_size={group_size!r}: pass bits=8, bits=4 or "
+            'bits="nf4", and a group_size above 0, such as 64, or None for one scale an output'
         )
 
 
@@ -219,7 +253,7 @@ def _choose(path: str, x: Any, stacked: bool, select: Select | None) -> bool:
     return True
 
 
-def _quantized(path: str, x: Any, stacked: bool, bits: int, group_size: int | None) -> qwix.QArray:
+def _quantized(path: str, x: Any, stacked: bool, bits: Bits, group_size: int | None) -> qwix.QArray:
     at_rest = unwrap_stored(x)
     sharding = getattr(at_rest, "sharding", None)
     sharding = sharding if isinstance(sharding, NamedSharding) else None

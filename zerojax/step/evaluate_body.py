@@ -35,6 +35,7 @@ from zerojax.trace.broadcasts import with_broadcasts_in_loops
 from zerojax.trace.chunked_loss import Sizes, with_chunked_losses
 from zerojax.trace.dependence import check_late, with_updated_copies
 from zerojax.trace.explicit import automatic_update, typed_replicated
+from zerojax.trace.late import with_late_weights
 from zerojax.trace.loss_scaling import replacements
 from zerojax.trace.marks import GRADIENT
 from zerojax.trace.ravelled import without_ravels
@@ -159,6 +160,7 @@ def _tracing(
         closed: AnyJaxpr
         if explicit is None:
             closed, shapes = hijax.trace(step, start, batch)
+            closed = with_late_weights(closed, len(jax.tree.leaves(start)))
         else:
             closed, shapes = explicit.trace(step, start, batch, plan)
         closed = with_broadcasts_in_loops(without_ravels(closed))

@@ -19,16 +19,17 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import Graph, Slice, graph_of
-from zerojax.graph.primitives import ELEMENTWISE
+from zerojax.graph.primitives import ELEMENTWISE, RESHAPES
 from zerojax.xla import jaxprs
 from zerojax.xla.rewriter import renamed
-from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, Value
 
 
 def with_late_weights(closed: AnyJaxpr, weights: int) -> AnyJaxpr:
     """Returns a traced program that computes floating-point arrays from low-bit weights where it
     uses them: loops, calls and branches take the codes and scales in place of the array, and a loop
-    over a stack of layers computes one layer in each iteration. The numbers are the same.
+    over a stack of layers computes one layer in each iteration. The backward pass computes them
+    again, so that no array is stored from one pass to the other. The numbers are the same.
 
     The arrays must be computed from the codes element by element, as by
     :func:`zerojax.quantize.dequantize`. A program without such arrays is returned unchanged.
@@ -49,63 +50,149 @@ def with_late_weights(closed: AnyJaxpr, weights: int) -> AnyJaxpr:
     """
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     codes = [i < weights and _is_low_bit(v.aval) for i, v in enumerate(jaxpr.invars)]
-    if len(_recipes(jaxpr, codes)) == sum(codes):
-        return closed
     shapes = [jaxprs.like(v.aval) for v in jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _run(closed, args, codes))(*shapes)
+    # Only the first run has loops compute layers, whose residuals the second run finds.
+    for _ in range(2):
+        if len(_recipes(jaxprs.open_jaxpr(closed)[0], codes)) > sum(codes):
+            closed = jax.make_jaxpr(functools.partial(_run, closed, codes=codes))(*shapes)
+    return closed
 
 
 def _is_low_bit(aval: Aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.integer) and aval.dtype.itemsize == 1 and aval.ndim > 1
 
 
-def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice]:
+def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice | _Layer]:
     """Returns, by variable, the equations that compute an array from codes, and from arrays that
     together take no more bytes than the array. The codes themselves need no equation."""
     graph = graph_of(jaxpr)
     is_code = dict(zip(jaxpr.invars, codes, strict=True))
-    recipes = {v: Slice((), (v,)) for v in jaxpr.invars if is_code[v]}
+    recipes: dict[Atom, Slice | _Layer] = {v: Slice((), (v,)) for v in jaxpr.invars if is_code[v]}
     for v in graph.results(_is_by_element):
         if recipes.keys().isdisjoint(jaxprs.variables(graph.producer(v).invars)):
             continue
         found = graph.backward_slice([v], through=_is_by_element)
         if sum(jaxprs.nbytes(end.aval) for end in found.ends) <= jaxprs.nbytes(v.aval):
             recipes[v] = found
+    for scan in graph.named("scan"):
+        recipes |= _saved_layers(scan, recipes, graph)
     return recipes
+
+
+class _Layer(NamedTuple):
+    """The part of a loop's iteration that computes one layer of a stack from codes.
+
+    Attributes:
+      equations: The equations.
+      variables: Their operands and results.
+      layer: The layer.
+      consts, stacks: By operand that is an argument of the iteration, the operand of the loop, of
+        which the iteration takes all or one layer.
+    """
+
+    equations: Sequence[Equation]
+    variables: Sequence[Atom]
+    layer: Atom
+    consts: Mapping[Atom, Atom]
+    stacks: Mapping[Atom, Atom]
+
+
+def _saved_layers(eqn: Equation, recipes: _Recipes, graph: Graph) -> dict[Atom, _Layer]:
+    """Returns, by stack, how the iterations of a loop compute its layers from codes, if other loops
+    alone take the stack: differentiation stores it for the backward pass."""
+    loop = jaxprs.scan_parts(eqn)
+    body, _ = jaxprs.open_jaxpr(loop.body)
+    parts = zip(loop.operands(body.invars), loop.operands(eqn.invars), strict=True)
+    consts, carry, stacks = (dict(zip(*part, strict=True)) for part in parts)
+    codes = [v not in carry and _is_code(x, recipes) for v, x in (consts | carry | stacks).items()]
+    inside, found = _recipes(body, codes) if any(codes) else {}, {}
+    for v, layer in zip(loop.results(eqn.outvars)[1], loop.results(body.outvars)[1], strict=True):
+        recipe = None if isinstance(layer, core.Literal) else inside.get(layer)
+        if not isinstance(recipe, Slice) or not recipe.equations or graph.returned(v):
+            continue
+        known = {x for x, y in (consts | stacks).items() if not isinstance(y, core.Literal)}
+        is_known = {*recipe.ends} <= known
+        if is_known and all(_is_stack_of_scan(*use) for use in graph.users(v)):
+            given = (
+                {x: y for x, y in part.items() if x in recipe.ends} for part in (consts, stacks)
+            )
+            variables = [*recipe.ends, *recipe.results]
+            found[v] = _Layer(recipe.equations, variables, layer, *given)
+    return found
+
+
+def _is_code(v: Atom, recipes: _Recipes) -> bool:
+    recipe = None if isinstance(v, core.Literal) else recipes.get(v)
+    return recipe is not None and not recipe.equations
+
+
+def _is_stack_of_scan(eqn: Equation, i: int) -> bool:
+    loop = jaxprs.scan_parts(eqn)
+    return loop is not None and i >= loop.first_stack
 
 
 def _is_by_element(eqn: Equation) -> bool:
     name = eqn.primitive.name
-    is_known = name in ELEMENTWISE or name in ("broadcast_in_dim", "reshape", "transpose")
+    is_known = name in ELEMENTWISE or name in RESHAPES or _is_table_lookup(eqn)
     # A requested sharding is one of the whole array's dimensions, which one layer does not have.
-    return is_known and jaxprs.param(eqn, "sharding", None) is None
+    # jax.vmap requests that no dimension is sharded by an explicit axis.
+    sharding = jaxprs.param(eqn, "sharding", None)
+    return is_known and (sharding is None or not any(sharding.spec))
 
 
-def _run(closed: AnyJaxpr, args: Sequence[Any], codes: Sequence[bool]) -> list[Any]:
-    """Runs a program; computes arrays from codes at their first use.
+def _is_table_lookup(eqn: Equation) -> bool:
+    """Returns whether an equation looks up a number for each code, as in the table of nf4."""
+    if eqn.primitive is not prims.gather_p:
+        return False
+    return eqn.invars[0].aval.ndim == 1 and jaxprs.param(eqn, "slice_sizes") == (1,)
+
+
+def _run(
+    closed: AnyJaxpr, *args: Value, codes: Sequence[bool], is_block: bool = False
+) -> list[Any]:
+    """Runs a program; computes arrays from codes at their first use, and again at their first use
+    in the backward pass.
 
     Args:
       closed: The program.
       args: Its arguments.
       codes: For each argument, whether it holds codes.
+      is_block: Whether it is a rematerialised block, which is all of one pass.
     """
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     graph, recipes = graph_of(jaxpr), _recipes(jaxpr, codes)
-    late = {v for recipe in recipes.values() for v in recipe.results}
-    env: dict[Atom, Any] = dict(
+    late = {v for recipe in recipes.values() if isinstance(recipe, Slice) for v in recipe.results}
+    env: dict[Atom, Value] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
+    again: dict[Atom, Value] = {}
 
-    def value(v: Atom) -> Any:
+    def value(v: Atom) -> Value:
         if not isinstance(v, core.Literal) and v not in env:
             run(graph.producer(v))
         return jaxprs.read(v, env)
 
+    def value_again(start: Value, v: Atom) -> Value:
+        recipe = None if isinstance(v, core.Literal) or v not in env else recipes.get(v)
+        if not isinstance(recipe, Slice) or not recipe.equations:
+            return value(v)
+        if v not in again:
+            for end in recipe.ends:
+                # Otherwise XLA would take the array of the forward pass, and store it until then.
+                again.setdefault(end, lax.optimization_barrier((env[end], start))[0])
+            again.update(recipe.evaluate(again))
+        return again[v]
+
     def run(eqn: Equation) -> None:
-        takes_late = not recipes.keys().isdisjoint(jaxprs.variables(eqn.invars))
+        operands = jaxprs.variables(eqn.invars)
+        takes_late = not recipes.keys().isdisjoint(operands)
         rule = _RULES.get(eqn.primitive, _bind) if takes_late else _bind
+        read = value
+        if takes_late and jaxprs.is_backward(eqn) and not is_block:
+            start = next((env[v] for v in operands if v in env and v not in recipes), None)
+            read = functools.partial(value_again, start)
         with jaxprs.traced_where(eqn):
-            env.update(zip(eqn.outvars, rule(eqn, recipes, value), strict=True))
+            env.update(zip(eqn.outvars, rule(eqn, recipes, read), strict=True))
 
     for eqn in jaxpr.eqns:
         if late.isdisjoint(eqn.outvars):
@@ -122,6 +209,7 @@ class _Program(NamedTuple):
       ends: The outer variables for its first arguments.
       layers: The outer stacks for the next arguments, of which it takes one layer each.
       kept: The positions of the other arguments, among those of the program before.
+      is_block: Whether it is a rematerialised block.
     """
 
     closed: AnyJaxpr
@@ -129,6 +217,7 @@ class _Program(NamedTuple):
     ends: Sequence[Atom]
     layers: Sequence[Atom]
     kept: Sequence[int]
+    is_block: bool = False
 
     def given(self, operands: Sequence[Atom], value: _Value) -> Callable[..., list[Any]]:
         """Returns the program as a function of its arguments behind the first operands, and of
@@ -142,7 +231,8 @@ class _Program(NamedTuple):
         ends = [*map(value, self.ends)]
 
         def run(others: Sequence[Any] = (), layers: Sequence[Any] = ()) -> list[Any]:
-            return _run(self.closed, (*ends, *layers, *kept, *others), self.codes)
+            arguments = (*ends, *layers, *kept, *others)
+            return _run(self.closed, *arguments, codes=self.codes, is_block=self.is_block)
 
         return run
 
@@ -171,6 +261,12 @@ def _program(
     for i, (v, argument) in enumerate(zip(operands, body.invars, strict=True)):
         recipe = None if isinstance(v, core.Literal) or i in carried else recipes.get(v)
         is_layer = first_stack is not None and i >= first_stack
+        if isinstance(recipe, _Layer):
+            inside = {x: jaxprs.new_variable(x.aval) for x in recipe.variables}
+            inside |= {x: layers.setdefault(y, inside[x]) for x, y in recipe.stacks.items()}
+            inside |= {x: ends.setdefault(y, y) for x, y in recipe.consts.items()}
+            equations += renamed(recipe.equations, inside | {recipe.layer: argument})
+            continue
         stacked = _stacked(recipe, v) if recipe is not None and is_layer else set[Atom]()
         if recipe is None or stacked is None or not recipe.equations:
             kept.append(i)
@@ -224,6 +320,10 @@ def _keeps_layers(eqn: Equation) -> bool:
             return same and jaxprs.param(eqn, "dimensions") is None
         case prims.transpose_p:
             return bool(jaxprs.param(eqn, "permutation")[0] == 0)
+        case prims.squeeze_p:
+            return 0 not in jaxprs.param(eqn, "dimensions")
+        case prims.gather_p:
+            return 0 not in jaxprs.param(eqn, "dimension_numbers").offset_dims
         case _:  # an operand of one row may stand for all rows
             rows = {v.aval.shape[0] for v in jaxprs.variables(eqn.invars) if v.aval.ndim}
             return rows <= {*out.aval.shape[:1]}
@@ -233,7 +333,7 @@ def _has_layers(eqn: Equation, v: Atom) -> bool:
     """Returns whether an operand of an equation that keeps layers has them itself."""
     if eqn.primitive is prims.broadcast_in_dim_p:
         return 0 in jaxprs.param(eqn, "broadcast_dimensions")
-    return v.aval.ndim > 0
+    return v.aval.ndim > 0 and not (eqn.primitive is prims.gather_p and v is eqn.invars[0])
 
 
 def _params(stacked: set[Atom], eqn: Equation) -> dict[str, object]:
@@ -244,11 +344,18 @@ def _params(stacked: set[Atom], eqn: Equation) -> dict[str, object]:
         case prims.broadcast_in_dim_p:
             dims = jaxprs.param(eqn, "broadcast_dimensions")
             layer_dims = tuple(d - 1 for d in dims if d)
-            return {"shape": jaxprs.param(eqn, "shape")[1:], "broadcast_dimensions": layer_dims}
+            shape = jaxprs.param(eqn, "shape")[1:]
+            return {"shape": shape, "broadcast_dimensions": layer_dims, "sharding": None}
         case prims.reshape_p:
-            return {"new_sizes": jaxprs.param(eqn, "new_sizes")[1:]}
+            return {"new_sizes": jaxprs.param(eqn, "new_sizes")[1:], "sharding": None}
         case prims.transpose_p:
             return {"permutation": tuple(d - 1 for d in jaxprs.param(eqn, "permutation")[1:])}
+        case prims.squeeze_p:
+            return {"dimensions": tuple(d - 1 for d in jaxprs.param(eqn, "dimensions"))}
+        case prims.gather_p:
+            numbers = jaxprs.param(eqn, "dimension_numbers")
+            offsets = tuple(d - 1 for d in numbers.offset_dims)
+            return {"dimension_numbers": numbers._replace(offset_dims=offsets)}
         case _:
             return {}
 
@@ -258,7 +365,9 @@ def _bind(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
 
 
 def _call(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
-    return _program(jaxprs.called_jaxpr(eqn), eqn.invars, recipes).given(eqn.invars, value)()
+    program = _program(jaxprs.called_jaxpr(eqn), eqn.invars, recipes)
+    program = program._replace(is_block=eqn.primitive is prims.remat_p)
+    return program.given(eqn.invars, value)()
 
 
 def _cond(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
@@ -293,11 +402,15 @@ def _scan(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
     program = _program(jaxpr, eqn.invars, recipes, carried, first_stack=a + n)
     iteration = program.given(eqn.invars[:a], value)
     stacks = [value(eqn.invars[i]) for i in program.kept if i >= a + n]
+    saved, (_, ys) = (
+        {v for v, x in recipes.items() if isinstance(x, _Layer)},
+        loop.results(eqn.outvars),
+    )
 
     def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         layers, others = xs
         outs = iteration([*carry, *others], layers)
-        return outs[:n], outs[n:]
+        return outs[:n], [None if v in saved else y for v, y in zip(ys, outs[n:], strict=True)]
 
     carry, ys = lax.scan(
         body,
@@ -310,7 +423,7 @@ def _scan(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
     return [*carry, *ys]
 
 
-_Recipes = Mapping[Atom, Slice]
+_Recipes = Mapping[Atom, Slice | _Layer]
 _Value = Callable[[Atom], Any]
 
 _RULES: Mapping[core.Primitive, Callable[[Equation, _Recipes, _Value], Sequence[Any]]] = {

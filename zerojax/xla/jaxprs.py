@@ -17,6 +17,7 @@ from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
@@ -424,9 +425,15 @@ def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 
 
+def bits(dtype: np.dtype) -> int:
+    """Returns the number of bits of an element, 4 for a 4-bit integer, which NumPy stores in 8."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return int(jnp.iinfo(dtype).bits) if is_integer else 8 * dtype.itemsize
+
+
 def nbytes(aval: Shaped) -> int:
     """Returns the number of bytes of an array."""
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    return math.prod(aval.shape) * bits(aval.dtype) // 8
 
 
 def new_variable(aval: Any, shape: Sequence[int] | None = None) -> Atom:

@@ -113,15 +113,17 @@ qlora_8b = functools.partial(planned, llama3_8b, Method.qlora)
 
 
 def started(loaded: Any, work: Any, zero: zerojax.Zero) -> Tuned:
-    """The state with the folder's weights; a base may become codes, while both need memory."""
+    """The state with the folder's weights. Codes are made of a base in bfloat16, beside it."""
     key = jax.random.key(0)
     like = zero.abstract_state(work.create_state, key).base
     # Without a base, as a random one would need memory beside the folder's.
     state = zero.init(lambda key: work.create_state(key).replace(base={}), key)
     if not like:
         return state.replace(params=loaded.load(state.params))
-    floats = zero.abstract_state(workload(loaded.model, Method.lora, zero, 1, 8).create_state, key)
-
+    plain = workload(loaded.model, Method.lora, zero, 1, 8)
+    base = loaded.load(zero.abstract_state(plain.create_state, key).base)
+    if len(jax.tree.leaves(base)) == len(jax.tree.leaves(like)):  # no codes with scales
+        return state.replace(base=base)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), like["layers"])
 
     def quantized(base: Any) -> Any:  # layer by layer, as nf4 compares a weight with 16 values
@@ -129,7 +131,7 @@ def started(loaded: Any, work: Any, zero: zerojax.Zero) -> Tuned:
         return in_bf16(base | {"layers": layers}, zero)
 
     places = jax.tree.map(lambda x: x.sharding, like)
-    return state.replace(base=jax.jit(quantized, out_shardings=places)(loaded.load(floats.base)))
+    return state.replace(base=jax.jit(quantized, out_shardings=places)(base))
 
 
 def save(loaded: Any, state: Tuned, folder: pathlib.Path) -> None:

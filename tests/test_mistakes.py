@@ -121,6 +121,12 @@ def own_optimizer() -> object:
     return zerojax.zero(stage=1, bf16=True)(update)(params, tx.init(params), batch)
 
 
+def wrapped_without_the_config() -> object:
+    tx = zerojax.wrap(optax.adamw(1e-3))
+    zero = zerojax.zero(bf16=True, bf16_optimizer_states=True)
+    return zero.init(lambda: create_state(tx=tx))
+
+
 def passed_twice() -> None:
     state = zero.init(create_state)
     train_step(state, batch)
@@ -216,6 +222,10 @@ MISTAKES = [
         '{"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}})',
         'auto={"scheduler.params.total_num_steps": ...}',
     ),
+    Mistake(
+        'zerojax.zero(bf16=True, bf16_optimizer_states=True, optimizer={"type": "Lion"})',
+        "name one of these",
+    ),
     Mistake("zerojax.zero(stage=0, offload_optimizer='cpu')", "set stage to 1"),
     Mistake(
         'zerojax.zero(stage=3, offload_optimizer={"device": "nvme"})',
@@ -259,6 +269,14 @@ MISTAKES = [
         "a chain around `zero.optimizer()`", "Wrap only the outermost transformation", wrapped_twice
     ),
     Mistake("an optimizer of your own with bf16", "zero.wrap(tx)", own_optimizer),
+    Mistake(
+        "zerojax.zero(bf16=True, bf16_optimizer_states=True).init(create_state)", "optax.adamw"
+    ),
+    Mistake(
+        "`bf16_optimizer_states`, and the optimizer is of `zerojax.wrap`",
+        "zero.wrap() of this zero",
+        wrapped_without_the_config,
+    ),
     # The step.
     Mistake("zero(returns_loss)(create_state(), batch)", "Return the new state"),
     Mistake("zero(returns_nothing)(create_state(), batch)", "Return the new state"),

@@ -7,6 +7,7 @@ telemetry to any optax transformation. In reading order:
 - ``named``, with its rules in ``scaling`` and ``muon``, ``decay`` (the mask of weight decay),
   ``schedules``.
 - ``over_matrices``: functions of one matrix, of which each device applies some.
+- ``moments``: Adam's moments stored in bfloat16.
 - ``wrap``, with ``loss_scale``, ``norm`` and ``frozen`` (gradients that an optimizer ignores).
 - ``telemetry``: the counters and figures of a wrapped state.
 """

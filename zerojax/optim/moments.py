@@ -8,7 +8,6 @@ to nearest leaves the moment where it is. Stochastic rounding is right in the me
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,8 @@ def bf16_moments(tx: optax.GradientTransformation) -> optax.GradientTransformati
 
     The random bits are a hash of the stored moments of the element and of the count of updates:
     equal on any number of devices and at every stage, computed by each device for its shards, and
-    by rows under offload. All else in the state, and its tree, is as ``tx`` has it.
+    by rows under offload. Elements whose stored moments are equal, as at the start, share them. All
+    else in the state, and its tree, is as ``tx`` has it.
 
     Args:
       tx: A transformation with ``count``, ``mu`` and ``nu`` in one node of its state, as those of
@@ -84,7 +84,7 @@ def in_bf16(state: optax.OptState) -> bool:
     return [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(after)]
 
 
-def _has_moments(node: object) -> TypeGuard[ScaleByAdamState]:
+def _has_moments(node: object) -> bool:
     """Returns whether a node of a state has moments: a ``ScaleByAdamState`` or one like it."""
     return {"count", "mu", "nu"} <= {*getattr(node, "_fields", ())}
 

@@ -58,7 +58,7 @@ NOTE = (
     "Recipes without a line do not fit: the state at rest alone exceeds the memory."
 )
 HEADINGS = ["devices", "recipe", *COLUMNS, REST, "total", "host", "step s", "copies s", "tokens/s"]
-BESIDE = "published, devices, rows x accumulation x tokens, GB, tokens/s, forecast of, GB, tokens/s, error"
+BESIDE = "published, devices, rows x accumulation x tokens, GB, tokens/s, recipe, GB, tokens/s, off"
 
 
 @dataclasses.dataclass(frozen=True)

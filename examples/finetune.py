@@ -108,8 +108,10 @@ def planned(
     return workload(decoder(seq, remat, zero=zero, attention=attention), method, zero, rows, seq)
 
 
+full_8b = functools.partial(planned, llama3_8b, Method.full)
 lora_8b = functools.partial(planned, llama3_8b, Method.lora)
-qlora_8b = functools.partial(planned, llama3_8b, Method.qlora)
+qfull_8b = functools.partial(planned, llama3_8b, Method.full)
+lora_8b = functools.partial(planned, llama3_8b, Method.qlora)
 
 
 def started(loaded: Any, work: Any, zero: zerojax.Zero) -> Tuned:
@@ -156,12 +158,10 @@ def main(
     max_train_steps: Annotated[int, typer.Option(min=1)] = 100,
     output_dir: Annotated[pathlib.Path, typer.Option()] = pathlib.Path("runs/finetune"),
 ) -> None:
-    errors = ValueError, OSError, ImportError, zerojax.OutOfMemoryError
-    with command(*errors) as console:
+    with command(ValueError, OSError, ImportError, zerojax.OutOfMemoryError) as console:
         zero = zerojax.zero(config)
-        folder = model_name_or_path
-        loaded = from_folder(folder, zero=zero, parameters=False, scan=True, remat=True)
-        tokenizer = load_tokenizer(folder, loaded.model.config.vocab_size)
+        loaded = from_folder(model_name_or_path, zero=zero, parameters=False, scan=True, remat=True)
+        tokenizer = load_tokenizer(model_name_or_path, loaded.model.config.vocab_size)
         text = data.split(data.documents(dataset_name, "train"), block_size, tokenizer)
         rows = per_device_train_batch_size * zero.mesh.size
         batches = data.Batches(text.train, rows, block_size, own=zerojax.process_rows(rows))

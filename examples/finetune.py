@@ -110,8 +110,7 @@ def planned(
 
 full_8b = functools.partial(planned, llama3_8b, Method.full)
 lora_8b = functools.partial(planned, llama3_8b, Method.lora)
-qfull_8b = functools.partial(planned, llama3_8b, Method.full)
-lora_8b = functools.partial(planned, llama3_8b, Method.qlora)
+qlora_8b = functools.partial(planned, llama3_8b, Method.qlora)
 
 
 def started(loaded: Any, work: Any, zero: zerojax.Zero) -> Tuned:

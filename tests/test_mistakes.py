@@ -163,6 +163,12 @@ def restored(abstract_state: Any, step: int | None = None) -> object:
         return checkpointer.restore(abstract_state, step)
 
 
+def restored_without_frozen() -> object:
+    with Checkpointer("run", zero) as checkpointer:
+        checkpointer.save(100, zero.init(create_state), frozen=lambda name: name == "params.w")
+        return checkpointer.restore(abstract_state())
+
+
 def abstract_state(**options: Any) -> TrainState:
     return zero.abstract_state(lambda: create_state(**options))
 
@@ -347,6 +353,9 @@ MISTAKES = [
         lambda: restored(abstract_state(tx=optax.adam(0.1))),
     ),
     Mistake("a step that was not saved", "it has 100", lambda: restored(abstract_state(), 7)),
+    Mistake(
+        "a frozen array that was left out", "replace(base=state.base)", restored_without_frozen
+    ),
     # Weights.
     Mistake('load("none.safetensors", like=create_state().params)', "pass a safetensors file"),
     Mistake('load(".", like=create_state().params)', "save_pretrained"),

@@ -87,20 +87,20 @@ def test_no_stack_is_dequantized(bits: int, stage: int) -> None:
 
 
 @functools.cache
-def quantized_alone(group_size: int | None) -> Any:
+def quantized_alone(bits: Any, group_size: int | None) -> Any:
     mesh = zerojax.topology("h100", devices=8)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
     x = jax.ShapeDtypeStruct((8, 4096, 4096), jnp.float32, sharding=sharding)
 
     def quantize(x: jax.Array) -> Any:
-        return zerojax.quantize_weights({"w": x}, group_size=group_size)
+        return zerojax.quantize_weights({"w": x}, bits, group_size=group_size)
 
     return x, jax.jit(quantize).lower(x).compile()
 
 
-@pytest.mark.parametrize("group_size", [None, 128])
-def test_each_device_quantizes_its_shards(group_size: int | None) -> None:
-    x, compiled = quantized_alone(group_size)
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 128), ("nf4", 64)])
+def test_each_device_quantizes_its_shards(bits: Any, group_size: int | None) -> None:
+    x, compiled = quantized_alone(bits, group_size)
     sent = sum(each.payload_bytes for each in collectives(compiled.as_text()))
     assert sent < x.size // 500  # the largest elements of columns
     shard = 4 * x.size // 8

@@ -55,6 +55,30 @@ def test_codes_times_scales_are_within_half_a_scale(
     assert bool((jnp.abs(found - x) <= scale * (0.5 + 1e-5)).all())
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nf4_is_that_of_qwix(dtype: Any) -> None:
+    x = normal(128, 64, dtype=dtype)
+    found = zerojax.quantize_weights({"w": x}, "nf4", group_size=32, select=every_matrix)["w"]
+    expected = qwix.quantize(
+        x.astype(jnp.float32), "nf4", channelwise_axes=[1], tiled_axes={0: 32}, scale_dtype=dtype
+    )
+    assert found.qtype == expected.qtype
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(zerojax.dequantize(found), qwix.dequantize(found))
+
+
+def test_nf4_stays_on_its_shards() -> None:
+    """Which hold complete groups."""
+    zero = zero_for(3)
+    state = zero.init(lambda: {"w": normal(3, 128, 64)})
+    found = zerojax.quantize_weights(state, "nf4", group_size=16)["w"]
+    for x in jax.tree.leaves(found):
+        assert x.sharding.is_equivalent_to(state["w"].sharding, 3)
+    whole = jax.device_get(zerojax.dequantize(found))
+    np.testing.assert_array_equal(whole, zerojax.dequantize(jax.device_get(found)))
+
+
 @pytest.mark.parametrize(
     ("params", "name", "scales"),
     [
@@ -84,9 +108,10 @@ def test_the_remedy_for_small_models_leaves_out_gains_and_tables() -> None:
         zerojax.quantize_weights(params, select=lambda path, x: x.ndim > 1)
 
 
-def test_zeros_and_values_that_are_not_finite() -> None:
+@pytest.mark.parametrize("bits", [8, "nf4"])
+def test_zeros_and_values_that_are_not_finite(bits: Any) -> None:
     x = normal(128, 128).at[:, 0].set(0).at[0, 1].set(jnp.inf).at[0, 2].set(jnp.nan)
-    found = zerojax.dequantize(zerojax.quantize_weights({"w": x}))["w"]
+    found = zerojax.dequantize(zerojax.quantize_weights({"w": x}, bits))["w"]
     assert not found[:, 0].any()
     assert not jnp.isfinite(found[:, 1:3]).any()
     assert jnp.isfinite(found[:, 3:]).all()

@@ -150,6 +150,7 @@ class Checkpointer:
         *,
         extra: PyTree = None,
         metrics: Mapping[str, object] | None = None,
+        frozen: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """Saves a state in the background; returns once the state is copied from the devices.
 
@@ -165,6 +166,8 @@ class Checkpointer:
             which may contain PRNG keys. If the processes pass different values, each gets its own
             back.
           metrics: Numbers by name, for ``keep_best`` and for readers.
+          frozen: ``frozen(name)`` returns whether to leave out an array, by orbax's name such as
+            ``"base.kernel.qvalue"``, and to record its checksum: for the base of adapters.
 
         Raises:
           CheckpointError: the earlier save failed (this save has not begun then; call again); this
@@ -178,7 +181,8 @@ class Checkpointer:
             number = _step_number(step)
             self._check(number, state)
             checked_metrics = self._retention.checked(number, metrics)
-            pending = PendingSave(number, state, self.zero, encode_json(extra), checked_metrics)
+            given = encode_json(extra), checked_metrics, frozen
+            pending = PendingSave(number, state, self.zero, *given)
             writer.make(pending)
             return pending
 
@@ -218,6 +222,9 @@ class Checkpointer:
         Stage, mesh and precision may differ from those of the save. A loss scale that was not
         saved starts at the config's initial value; a saved loss scale that the state lacks is
         dropped. If plain orbax saved a ``TrainState``, its optimizer is wrapped.
+
+        Arrays that the save left out as ``frozen`` are those of ``abstract_state``, placed as
+        ``zero.init`` places them; their checksums must be the recorded ones.
 
         Args:
           abstract_state: The result of ``zero.abstract_state(...)``; or only parameters, such as

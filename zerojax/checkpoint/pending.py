@@ -46,6 +46,7 @@ class PendingSave:
       zero: The source of the recorded config and mesh.
       extra: JSON, see :func:`zerojax.checkpoint.record.encode_json`.
       metrics: Numbers by name.
+      frozen: Whether to leave an array out, by its name, and to record its checksum alone.
 
     Attributes:
       tree: The arrays that orbax writes; None once they are copied.
@@ -65,12 +66,20 @@ class PendingSave:
         zero: Zero,
         extra: PyTree,
         metrics: dict[str, float] | None,
+        frozen: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.step = step
         tree = state_tree.tree_of(state)
-        _check_arrays(tree)
-        self.tree: PyTree = jax.tree.map(_array, tree)
-        leaves = state_tree.arrays_by_name(self.tree)
+        _check_arrays(tree, frozen)
+        leaves = state_tree.arrays_by_name(tree)
+        self._frozen = {name: x for name, x in leaves.items() if frozen(name)}
+        self.tree: PyTree = jax.tree_util.tree_map_with_path(
+            lambda keys, x: (
+                None if ".".join(state_tree.strings(keys)) in self._frozen else _array(x)
+            ),
+            tree,
+        )
+        leaves = self._frozen | state_tree.arrays_by_name(self.tree)
         self.replicated: dict[str, str] = {
             name: _digest(x) for name, x in leaves.items() if _is_replicated(x)
         }
@@ -130,7 +139,7 @@ class PendingSave:
 
     def begin_checksums(self) -> None:
         """Starts the checksums of arrays in memory; all processes call this together."""
-        leaves = state_tree.arrays_by_name(self.tree)
+        leaves = self._frozen | state_tree.arrays_by_name(self.tree)
         self._shares = {
             name: begin_share(x)
             for name, x in leaves.items()
@@ -155,12 +164,13 @@ class PendingSave:
             name: leaf.model_copy(update={"checksum": checksums[name]})
             for name, leaf in self._leaves.items()
         }
+        frozen = {name: leaves.pop(name) for name in self._frozen}
         items = {saved.STATE: ocp.PyTreeCheckpointHandler.typestr()}
         if (metrics := self._record.metrics) is not None:
             items["metrics"] = ocp.JsonCheckpointHandler.typestr()
             (folder / "metrics").mkdir()
             (folder / "metrics" / "metrics").write_text(json.dumps(metrics))
-        update = {"leaves": leaves, "files": records.files(folder)}
+        update = {"leaves": leaves, "frozen": frozen, "files": records.files(folder)}
         records.write(folder, self._record.model_copy(update=update))
         metadata = {
             "item_handlers": items,
@@ -197,8 +207,8 @@ def _sha256(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _check_arrays(tree: PyTree) -> None:
-    """Checks that every array can be saved.
+def _check_arrays(tree: PyTree, frozen: Callable[[str], bool]) -> None:
+    """Checks that every array can be saved, or left out.
 
     Raises:
       CheckpointError: an array was donated, is half updated or abstract, is local to one process,
@@ -218,6 +228,12 @@ def _check_arrays(tree: PyTree) -> None:
             problem = f"cannot be saved: {held.leaf.interrupted}"
         elif jax.process_count() > 1 and getattr(held, "is_fully_addressable", True):
             problem = "is only this process's: save a state that zero.init or a step returned"
+        elif x.dtype == jnp.uint4 and not frozen(name):
+            problem = (
+                "is uint4, which orbax cannot write. If it is frozen, leave it out: frozen=..."
+            )
+        elif isinstance(held, DiskArray) and frozen(name):
+            problem = "is on a disk, and frozen leaves out only arrays in memory"
         if problem:
             raise CheckpointError(f"{name} {problem}")
 

@@ -88,6 +88,7 @@ class Record(_Strict):
         step.
       config: The fields of that run's :class:`ZeroConfig`.
       leaves: The arrays, by orbax's name.
+      frozen: The arrays that were left out, by orbax's name.
       files: The files in subfolders, by path within the step's folder. Files directly in the step's
         folder (the record, orbax's metadata) are written later.
       metrics, extra: The values that the caller passed.
@@ -105,6 +106,7 @@ class Record(_Strict):
     processes: int
     config: dict[str, object]
     leaves: dict[str, LeafRecord]
+    frozen: dict[str, LeafRecord] = {}
     files: dict[str, FileRecord]
     metrics: dict[str, float] | None
     extra: Any
@@ -112,7 +114,8 @@ class Record(_Strict):
 
 def write(folder: epath.Path, record: Record) -> None:
     """Writes the record of the step in ``folder``."""
-    body = record.model_dump()
+    # An older zerojax reads a record without frozen arrays.
+    body = record.model_dump(exclude_defaults=True)
     content = {"format": FORMAT, "sha256": seal(FORMAT, body), "record": body}
     (folder / FILE).write_text(json.dumps(content))
 

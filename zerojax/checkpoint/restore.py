@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +49,13 @@ class _Wanted(NamedTuple):
       leaves: Shapes, dtypes and shardings by path in the checkpoint.
       close: Builds the caller's object from the arrays by path.
       on_disk: The planned leaves of the arrays that belong on a disk, by path.
+      given: The caller's leaves by path.
     """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
     close: Callable[[Mapping[Path, object]], PyTree]
     on_disk: Mapping[Path, Leaf]
+    given: Mapping[Path, Any]
 
 
 def restore(folder: epath.Path, abstract_state: PyTree, zero: Zero, name: str) -> PyTree:
@@ -137,6 +139,7 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
         wanted = _target(abstract_state, prefix=prefix, sharding=replicated)
     else:
         wanted = _full_state(abstract_state, form, zero)
+    frozen = _take_frozen(saved, wanted)
     numbers = None if only_params else state_tree.numbers_of(abstract_state, form)
     sources = match(wanted.leaves, present, numbers, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
@@ -144,8 +147,40 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
         _check_kind(saved, leaf, wanted.leaves[path])
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     arrays, shares = _read(saved, in_memory, wanted.leaves)
+    shares |= {name: share() for name, share in frozen.items()}
     on_disk = {path: leaf for path, leaf in chosen.items() if path in wanted.on_disk}
     return _LocalArrays(saved, form, numbers, wanted, on_disk, arrays, shares)
+
+
+def _take_frozen(saved: SavedStep, wanted: _Wanted) -> dict[str, Callable[[], int]]:
+    """Removes the arrays that were left out of a step from the targets, so that those of the
+    caller's state stay; returns, by orbax's name, functions that return shares of their checksums.
+
+    Raises:
+      CheckpointError: The caller's state has no such array.
+    """
+    shares, paths = {}, {".".join(path): path for path in wanted.leaves}
+    recorded = saved.record.frozen if saved.record else {}
+    for name, leaf in recorded.items():
+        path = paths.get(name.removesuffix(".value"))
+        if path is None:
+            continue
+        x, struct = wanted.given[path], wanted.leaves.pop(path)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise CheckpointError(
+                f"{saved.item}: {name} was left out as frozen. Pass its array, placed as by "
+                "zero.init, in abstract_state: restore(abstract_state.replace(base=state.base))"
+            )
+        if (struct.shape, str(struct.dtype)) != (leaf.shape, leaf.dtype):
+            raise CheckpointError(
+                f"{saved.item}: {name} was {leaf.dtype}{[*leaf.shape]}, not "
+                f"{struct.dtype}{[*struct.shape]}. {_SAME_BASE}"
+            )
+        shares[name] = begin_share(x)
+    return shares
+
+
+_SAME_BASE = "Pass the frozen arrays with which the step was trained."
 
 
 def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
@@ -217,7 +252,7 @@ def _target(
         if hasattr(x, "shape")
     }
     on_disk = {path: planned[id(x)] for path, x in leaves.items() if planned and id(x) in planned}
-    return _Wanted(structs, rebuild, on_disk)
+    return _Wanted(structs, rebuild, on_disk, leaves)
 
 
 def _read(
@@ -312,8 +347,15 @@ def _shard_bytes(leaf: SavedArray, struct: jax.ShapeDtypeStruct) -> int:
 
 def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
     """Raises DamagedCheckpointError if checksums differ from the recorded ones."""
-    recorded = saved.record.leaves if saved.record else None
+    record = saved.record
+    recorded = record.leaves | record.frozen if record else None
     wrong = [name for name, x in checksums.items() if recorded and x != recorded[name].checksum]
+    if record and (others := sorted(record.frozen.keys() & wrong)):
+        more = f" ({len(others) - 1} more arrays too)" if others[1:] else ""
+        digests = f"{record.frozen[others[0]].checksum:08x}, not {checksums[others[0]]:08x}"
+        raise CheckpointError(
+            f"{saved.item}: {others[0]} had the checksum {digests}{more}. {_SAME_BASE}"
+        )
     if wrong:
         raise DamagedCheckpointError(
             f"{saved.item} differs from what was saved: {', '.join(sorted(wrong))}"

@@ -8,6 +8,7 @@ Pallas, so it is imported on first use.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -50,8 +51,8 @@ class Grid(NamedTuple):
     group_size: int | None
 
     def quantized(self, x: jax.Array) -> qwix.QArray:
-        """Quantizes an array; the codes are computed in float32 or wider. A NaN makes its scale
-        NaN, which the reduction to the largest element does not on every backend."""
+        """Quantizes an array; the codes are computed in float32 or wider. A number that is not
+        finite makes its scale NaN, which the largest element is not on every backend."""
         import qwix
 
         others = [d for d in range(x.ndim) if d != self.dimension]
@@ -63,13 +64,14 @@ class Grid(NamedTuple):
             tiled_axes={self.dimension: self.group_size} if self.group_size else None,
         )
         codes, split = array.qvalue, [n for sizes in _tiles(array) for n in sizes]
-        if self.bits == "nf4":  # as qwix does, but on shards
+        if self.bits == "nf4":  # the next value, as in qwix, but element by element on shards
             units = (wide.reshape(split) / _spread(array.scale)).reshape(x.shape)
-            distances = jnp.abs(_nf4_values() - units[..., None])
-            codes = jnp.argmin(distances, axis=-1).astype(codes.dtype)
+            pairs = itertools.pairwise(jnp.abs(value - units) for value in _nf4_values())
+            steps = (after < before for before, after in pairs)
+            codes = sum(steps, jnp.zeros(x.shape, jnp.int32)).astype(codes.dtype)
         within = tuple(range(1, 2 * x.ndim, 2))
-        has_nan = jnp.isnan(x).reshape(split).any(within)
-        return self.like(codes, jnp.where(has_nan, jnp.nan, array.scale.astype(x.dtype)))
+        is_finite = jnp.isfinite(x).reshape(split).all(within)
+        return self.like(codes, jnp.where(is_finite, array.scale.astype(x.dtype), jnp.nan))
 
     def like(self, codes: Any, scales: Any) -> qwix.QArray:
         """Returns the node of a quantized array with other leaves."""

@@ -37,7 +37,8 @@ def with_late_weights(closed: AnyJaxpr, weights: int) -> AnyJaxpr:
     Args:
       closed: The program's jaxpr and its constants.
       weights: The number of leading arguments that may be weights; matrices of integers of at most
-        one byte among them are codes.
+        one byte among them, and among the constants, are codes. A frozen argument of a step is a
+        constant.
 
     Example:
       >>> def product(codes, scales, x):  # codes [layers, m, m]
@@ -48,13 +49,15 @@ def with_late_weights(closed: AnyJaxpr, weights: int) -> AnyJaxpr:
       >>> [eqn.primitive.name for eqn in with_late_weights(traced, 2).eqns]
       ['scan']
     """
-    jaxpr, _ = jaxprs.open_jaxpr(closed)
-    codes = [i < weights and _is_low_bit(v.aval) for i, v in enumerate(jaxpr.invars)]
-    shapes = [jaxprs.like(v.aval) for v in jaxpr.invars]
     # Only the first run has loops compute layers, whose residuals the second run finds.
     for _ in range(2):
-        if len(_recipes(jaxprs.open_jaxpr(closed)[0], codes)) > sum(codes):
-            closed = jax.make_jaxpr(functools.partial(_run, closed, codes=codes))(*shapes)
+        jaxpr, consts = jaxprs.open_jaxpr(closed)
+        given, n = [*jaxpr.constvars, *jaxpr.invars], len(consts) + weights
+        codes = [i < n and _is_low_bit(v.aval) for i, v in enumerate(given)]
+        program = jaxpr.replace(constvars=[], invars=given)
+        if len(_recipes(program, codes)) > sum(codes):
+            run = functools.partial(_run, program, *consts, codes=codes)
+            closed = jax.make_jaxpr(run)(*(jaxprs.like(v.aval) for v in jaxpr.invars))
     return closed
 
 

@@ -1,5 +1,6 @@
 """The picture of `zerojax plan`: what is in it, and where it may be written."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,23 @@ def test_every_stage_has_its_bar(tmp_path: Path) -> None:
     words = ["stage 0", "stage 3", "90 GB", "87 GB", "logits", "device memory", "mine, batch 64"]
     assert all(f"<!-- {word} -->" in text for word in words)
     assert "<!-- activations -->" not in text
+
+
+def test_each_bar_has_the_memory_of_its_device(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    def lines(*kinds: str) -> set[str]:
+        bars = {kind: forecast(cost(), kind=kind) for kind in kinds}
+        draw(tmp_path / "a.svg", "8B", bars)
+        dashed = re.findall(r'<path d="M (\S+) \S+ \nL \1 \S+ \n"[^>]*stroke-dasharray', written())
+        return {*dashed}
+
+    def written() -> str:
+        return (tmp_path / "a.svg").read_text()
+
+    assert len(lines("h100")) == 1
+    assert len(lines("rtx-4090", "h100")) == 2
+    assert written().count("<!-- device memory -->") == 1
 
 
 def test_the_stages_of_a_choice() -> None:

@@ -60,14 +60,13 @@ def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
     Args:
       path: A path that ends in ".png" or ".svg".
       title: The title above the bars.
-      stages: Forecasts by the name of their bar, from the top.
+      stages: Forecasts by the name of their bar, from the top; their devices may differ.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.7 * len(stages) + 2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    memory = max(forecast.rates.memory for forecast in stages.values()) / 1e9
-    most = max(memory, *(forecast.peak.bytes / 1e9 for forecast in stages.values()))
+    most = max(max(x.rates.memory, x.peak.bytes) / 1e9 for x in stages.values())
     starts = [0.0] * len(stages)
     for kind, colour in zip(KINDS, _COLOURS, strict=True):
         widths = [forecast.peak.memory.get(kind, 0) / 1e9 for forecast in stages.values()]
@@ -78,7 +77,8 @@ def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
     for row, forecast in enumerate(stages.values()):
         at, colour = forecast.peak.bytes / 1e9 + most / 100, "black" if forecast.fits else _FULL
         axes.text(at, row, size(forecast.peak.bytes), va="center", color=colour)
-    axes.axvline(memory, color=_FULL, linestyle="--", label="device memory")
+        memory, label = forecast.rates.memory / 1e9, "device memory" * (row == 0)
+        axes.vlines(memory, row - 0.5, row + 0.5, color=_FULL, linestyle="--", label=label)
     axes.invert_yaxis()
     axes.set_xlim(0, most * 1.12)
     axes.set_xlabel("GB of each device at the peak of a step, as compiled")

@@ -204,7 +204,8 @@ def gathered_dtype(loop: ScanParts, i: int, x: Shard, uses: Uses) -> jnp.dtype |
     if loop.length < LEAST:
         return None
     body, _ = jaxprs.open_jaxpr(loop.body)
-    needed = uses.dtypes(body, loop.operands(body.invars)[2][i], x.spec[1:])
+    spec = layout.with_leaves(x.spec[1:], x.spec)
+    needed = uses.dtypes(body, loop.operands(body.invars)[2][i], spec)
     # The narrowest of several; the dtype of the stack if the body widens it before use.
     return min(*needed, x.value.dtype, key=_bytes) if needed else None
 

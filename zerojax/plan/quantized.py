@@ -230,7 +230,7 @@ _HEADS = re.compile(r"\b(lm_head|head|score|classifier)\b")
 FP8_BOUND = (
     "fp8: this step's numbers are not those of plain jit. A product of the parameters that "
     "plan.table() names is within 4% of that in float32, relative to its norm, and a product with "
-    "cotangents within 6%. Evaluation and generation compute in bfloat16"
+    "cotangents within 7%. Evaluation and generation compute in bfloat16"
 )
 """The sentence that a step with products in fp8 logs once."""
 
@@ -271,8 +271,8 @@ class Fp8Products:
                 self.leaves.append(leaf)
         if compute and not self.leaves:
             raise ConfigError(
-                f"fp8: no product would run in fp8. Of the parameters are {self._reasons()}. "
-                "Lower fp8.min_size, or leave out fp8"
+                f"fp8: no parameter is for products in fp8. {self._reasons()}. Lower fp8.min_size, "
+                "or leave out fp8"
             )
 
     @property
@@ -287,28 +287,27 @@ class Fp8Products:
             yield (
                 f"fp8: {len(self.leaves)} parameters ({size(sum(x.bytes for x in self.leaves))} in "
                 f"{self.leaves[0].dtype}) are gathered and multiplied as {E4M3}, cotangents as "
-                f"{E5M2}: {_some([x.path for x in self.leaves])}. Of the others are "
-                f"{self._reasons() or 'none'}"
+                f"{E5M2}: {_some([x.path for x in self.leaves])}. Others are not. {self._reasons()}"
             )
 
     def _reasons(self) -> str:
         """Returns the reasons for the parameters that stay out, with some names."""
-        return "; ".join(f"{len(x)} {why} ({_some(x)})" for why, x in self.others.items())
+        return "; ".join(f"{why} ({len(x)}): {_some(x)}" for why, x in self.others.items())
 
 
 def _why_not_in_fp8(leaf: Leaf, how: Fp8Config, vocabulary: int, config: ZeroConfig) -> str:
     """Returns why a parameter stays in the compute dtype; empty if it does not."""
     path, matrix, parts = leaf.path, leaf.shape[-2:], how.filter_fqns.replace(" ", "").split(",")
     reasons = {
-        "no matrices": len(leaf.shape) not in (2, 3)
+        "Not a matrix": len(leaf.shape) not in (2, 3)
         or not jnp.issubdtype(leaf.dtype, jnp.floating),
-        "tables, norms or biases": _TABLES.search(path) or NOT_QUANTIZED.search(path),
-        "heads": _HEADS.search(path) or vocabulary in matrix,
-        "in fp8.filter_fqns": any(part and part in path for part in parts),
+        "A table, norm or bias": _TABLES.search(path) or NOT_QUANTIZED.search(path),
+        "A head": _HEADS.search(path) or vocabulary in matrix,
+        "In fp8.filter_fqns": any(part and part in path for part in parts),
         # Small parameters are gathered together, once a step.
-        f"of fewer than {how.min_size:,} elements": math.prod(matrix) < how.min_size
+        f"Fewer than {how.min_size:,} elements": math.prod(matrix) < how.min_size
         or math.prod(leaf.shape) <= config.small_array_size,
-        "replicated": not leaf.sharded,
+        "Replicated": not leaf.sharded,
     }
     return next((why for why, holds in reasons.items() if holds), "")
 
@@ -338,8 +337,8 @@ def _check_products(device: jax.Device) -> None:
     if device.platform not in GPUS or float(capability or 0) < FLOAT8:
         has = f" has {capability}" if capability else ""
         raise ConfigError(
-            f"fp8: products in fp8 need a GPU of compute capability {FLOAT8} "
-            f"({', '.join(kinds_with('f8e4m3fn'))}), and this is {device.device_kind}{has}. "
+            f"fp8: products in fp8 need a GPU of compute capability {FLOAT8} or "
+            f"more ({', '.join(kinds_with('f8e4m3fn'))}), and this is {device.device_kind}{has}. "
             'Leave out fp8, or write fp8="emulate" (fp8.emulate in the JSON), which computes the '
             "same numbers, and saves no time"
         )

@@ -15,12 +15,7 @@ from jax.typing import DTypeLike
 
 from zerojax.plan.quantized import Format
 
-LARGEST: dict[str, float] = {
-    "int8": 127,
-    "int4": 7,
-    "float8_e4m3fn": 448,
-    "float8_e5m2": 57344,
-}
+LARGEST: dict[str, float] = {"int8": 127, "int4": 7, "float8_e4m3fn": 448}
 """The largest code of a format; the smallest is minus that."""
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -84,7 +79,7 @@ def scale_of(largest: jax.Array, format: Format) -> jax.Array:
     value: the least power of two that is not below ``largest`` over the largest code. Powers of two
     are exact in every dtype, so that kernels which multiply codes compute what :func:`decode` and
     a product in bfloat16 do. NaN for an infinity or NaN, which makes all elements NaN."""
-    scale = jnp.maximum(largest.astype(jnp.float32) / LARGEST[format], _TINY)
+    scale = jnp.maximum(largest.astype(jnp.float32) / float(jnp.finfo(format).max), _TINY)
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     power = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
     return jnp.where(jnp.isfinite(scale), power, jnp.nan)
@@ -92,7 +87,7 @@ def scale_of(largest: jax.Array, format: Format) -> jax.Array:
 
 def encode(x: jax.Array, scale: jax.Array, format: Format) -> jax.Array:
     """Returns an array as fp8 codes with one scale."""
-    largest = LARGEST[format]
+    largest = float(jnp.finfo(format).max)
     # Beyond the largest code the cast to e4m3 returns NaN.
     return jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(format)
 

@@ -133,6 +133,11 @@ class Rates:
         """Bytes of device memory that a step may use."""
         return self.memory - RESERVE
 
+    @property
+    def peak(self) -> float:
+        """The largest peak of matrix products but for those in fp8, of which MFU is a share."""
+        return max(n for dtype, n in self.matrix.items() if not dtype.startswith("f8"))
+
     def compute_seconds(
         self,
         flops: Mapping[str, int],

@@ -295,3 +295,29 @@ def test_an_evaluation_computes_in_bfloat16() -> None:
         for zero in (zero_of(), zero_of(None))
     ]
     np.testing.assert_array_equal(*losses)
+
+
+def test_only_products_read_codes(caplog: pytest.LogCaptureFixture) -> None:
+    """Not a loop over time, which gathers its weight once, nor other uses of a matrix."""
+    zero = zero_of()
+
+    def state() -> TrainState:
+        params = {name: jnp.ones((WIDE, WIDE)) for name in ("product", "scanned", "added")}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+
+    def step(state: TrainState, batch: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            x = jnp.tanh(batch @ params["product"])
+            run = lambda x, _: (jnp.tanh(x @ params["scanned"]), None)  # noqa: E731
+            x, _ = jax.lax.scan(run, x, length=16)
+            return jnp.mean(jnp.sin(x[:, None] + params["added"]))
+
+        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+    rows = jax.ShapeDtypeStruct((ROWS, WIDE), jnp.bfloat16)
+    table = zero(step).collectives(zero.abstract_state(state), rows)
+    dtypes = {row.array: row.dtype for row in table.rows if row.kind == "all-gather"}
+    assert dtypes == {
+        "params['product']": E4M3, "params['scanned']": "bfloat16", "params['added']": "bfloat16"
+    }  # fmt: skip
+    assert "fp8: ['added'], ['scanned'] are multiplied in their own dtype" in caplog.text

@@ -206,11 +206,10 @@ class Emitter(Scans):
 
     def in_fp8(self, at: EquationDecisions, values: list[Value], scope: Scope) -> list[Value]:
         """Rounds the operands of a product that runs in fp8, other than the parameter."""
-        if not at.rounded:
-            return values
+        formats = at.rounded or [None] * len(values)
         return [
             x if format is None else self.rounded(x, format, scope.row_dims.dims(v))
-            for x, format, v in zip(values, at.rounded, at.eqn.invars, strict=True)
+            for x, format, v in zip(values, formats, at.eqn.invars, strict=True)
         ]
 
     def _reduced(self, at: EquationDecisions, values: Values, scope: Scope) -> Sequence[jax.Array]:
@@ -249,6 +248,8 @@ class Emitter(Scans):
             inputs = [travelling(v) for v in values]
             outs = self.barrier([plain(v) for v in inputs])
             return list(map(arrived, values, map(like, inputs, outs)))
+        if not at.rounded:  # only products read codes
+            values = [v.uncoded() if isinstance(v, Shard) else v for v in values]
         if (sends := at.use.sends) is not None:
             return self.emit(at, lambda: [sends.run(values, self, scope)])
         results = self.bind(eqn, self.gather_all(values, scope))

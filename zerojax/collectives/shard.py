@@ -159,6 +159,10 @@ class Shard:
         narrow = self.gathering.narrow
         return self.gathering.scale is not None or (narrow is not None and narrow.shard.in_fp8)
 
+    def uncoded(self) -> Shard:
+        """Returns the shard with its elements to be sent, not fp8 codes of them."""
+        return self.with_gathering(scale=None, scales=None) if self.in_fp8 else self
+
     def with_value(self, value: jax.Array, spec: Spec | None = None) -> Shard:
         """Returns a shard of another array with the same elements, which is on the devices and not
         gathered yet. It is sent as this shard is, and has this shard's spec unless ``spec`` is

@@ -23,6 +23,7 @@ from zerojax.collectives.quantization import decode
 from zerojax.collectives.shard import FilledStack, Gathering, MovedStack, Shard, UnshardedCopy
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.xla.types import Value
 
 
 class _Form(NamedTuple):
@@ -73,13 +74,7 @@ class LoopStacks:
         self._brief = any(x is not None for x in prefetched)
         return list(map(self._operand, self._xs, entries, rounded, prefetched))
 
-    def _operand(
-        self,
-        x: object,
-        entry: jax.Array,
-        rounded: jax.Array | None,
-        prefetched: jax.Array | None,
-    ) -> Shard | jax.Array:
+    def _operand(self, x: object, entry: Value, rounded: Value, prefetched: Value) -> Value:
         if not isinstance(x, Shard):
             return entry
         spec = layout.with_leaves(x.spec[1:], x.spec)

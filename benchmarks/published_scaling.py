@@ -197,7 +197,7 @@ def _torchtitan_why(name: str, forecasts: Mapping[str, Forecast]) -> str:
 
 
 def _teraflops(forecast: Forecast) -> float:
-    return forecast.mfu * max(forecast.rates.matrix.values()) / TERA
+    return forecast.mfu * forecast.rates.peak / TERA
 
 
 def _tokens(forecast: Forecast) -> float:

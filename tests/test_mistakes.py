@@ -237,6 +237,13 @@ MISTAKES = [
         'zerojax.zero(stage=3, offload_optimizer={"device": "nvme"})',
         '"/local_nvme"',
     ),
+    Mistake("zerojax.zero(stage=3, fp8=True)", "set bf16 to true"),
+    Mistake("zerojax.zero(stage=2, bf16=True, fp8=True)", "set stage to 3"),
+    Mistake("zerojax.zero(stage=3, bf16=True, fp8=True, zero_hpz_partition_size=4)", "set it to 1"),
+    Mistake("zerojax.zero(stage=3, bf16=True, fp8=True).init(create_state)", 'fp8="emulate"'),
+    Mistake(
+        'zerojax.zero(stage=3, bf16=True, fp8="emulate").init(create_state)', "Lower fp8.min_size"
+    ),
     Mistake('zerojax.zero("ds_config.json")', "check the path"),
     Mistake("zerojax.zero(step)", "@zerojax.zero(stage=3)"),
     Mistake(

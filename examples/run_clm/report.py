@@ -75,6 +75,7 @@ def at_stage(config: zerojax.ZeroConfig, stage: int) -> zerojax.ZeroConfig:
         offload_optimizer=config.offload_optimizer if some else None,
         offload_param=config.offload_param if stage >= 3 else None,
         zero_hpz_partition_size=config.zero_hpz_partition_size if stage >= 3 else 1,
+        fp8=config.fp8 if stage >= 3 else None,
         zero_quantized_weights=config.zero_quantized_weights and some,
         zero_quantized_nontrainable_weights=config.zero_quantized_nontrainable_weights and some,
         zero_quantized_gradients=config.zero_quantized_gradients and some,

@@ -40,7 +40,9 @@ def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Foreca
     axes = other.pop("axes", {"data": 8})
     mesh = SimpleNamespace(devices=np.zeros(8), shape=axes, axis_names=tuple(axes))
     config = ZeroConfig(gradient_accumulation_steps=8)
-    plan: Any = SimpleNamespace(mesh=mesh, live=other.pop("live", kept()), config=config)
+    plan: Any = SimpleNamespace(
+        mesh=mesh, live=other.pop("live", kept()), fp8=SimpleNamespace(notes=()), config=config
+    )
     made = dict(
         plan=plan, rates=rates(kind), parameters=6_738_415_616, tokens=65536,
         programs=programs or (cost(),), host_bytes=0, disk_bytes=0,

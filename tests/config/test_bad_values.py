@@ -110,6 +110,44 @@ def test_partitions_without_what_they_need(section, says):
     assert caught.value.problems == (says,)
 
 
+IN_FP8 = {"bf16": {"enabled": True}, "fp8": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"zero_quantized_weights": True}, "zero_quantized_weights = true; set it to false"),
+        ({"zero_quantized_gradients": True}, "zero_quantized_gradients = true; set it to false"),
+        ({"offload_param": {"device": "cpu"}}, 'offload_param.device = "cpu"; set it to "none"'),
+        ({"offload_optimizer": {"device": "cpu"}}, 'device = "cpu"; set it to "none"'),
+        ({"zero_hpz_partition_size": 4}, "zero_hpz_partition_size = 4; set it to 1"),
+        ({"stage3_max_live_parameters": 1e9}, "max_live_parameters = 1000000000; set it to 0"),
+    ],
+)
+def test_fp8_beside_what_it_excludes(section, says):
+    with pytest.raises(ConfigError) as caught:
+        load({**IN_FP8, "zero_optimization": {"stage": 3, **section}})
+    (problem,) = caught.value.problems
+    assert problem.startswith("fp8.enabled: products in fp8 are not supported with zero_optimiza")
+    assert problem.endswith(f"{says}, or leave out fp8")
+
+
+def test_fp8_without_what_it_needs():
+    with pytest.raises(ConfigError) as caught:
+        load({"fp8": {"enabled": True}, "fp16": {"enabled": True}})
+    assert caught.value.problems == (
+        "fp8.enabled: products in fp8 need bf16, in which everything else computes; set "
+        "bf16.enabled to true and fp16.enabled to false, or leave out fp8",
+        "fp8.enabled: products in fp8 read gathered codes, for which parameters must be sharded, "
+        "and the stage is 0; set zero_optimization.stage to 3, or leave out fp8",
+    )
+    with pytest.raises(ConfigError, match=r"pipeline.stages = 2; set it to null, or leave out"):
+        load({**IN_FP8, "zero_optimization": {"stage": 3}, "pipeline": {"stages": 2}})
+    assert ZeroConfig.from_keywords(fp8=False).fp8 is None
+    with pytest.raises(ConfigError, match=r'fp8: expected Fp8Config, .*, True, "emulate" or None'):
+        ZeroConfig.from_keywords(stage=3, bf16=True, fp8="e4m3")
+
+
 @pytest.mark.parametrize(
     ("section", "says"),
     [

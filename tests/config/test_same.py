@@ -6,6 +6,7 @@ import pytest
 from config.test_xla_options import VALUES as XLA_OPTIONS
 
 from zerojax.config import (
+    Fp8Config,
     MonitorConfig,
     OffloadOptimizer,
     OffloadParam,
@@ -66,6 +67,13 @@ FIELDS = {
             "zero_quantized_block_size": 128,
         }.items()
     },
+    "fp8": (
+        {
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "fp8": {"enabled": True, "emulate": True},
+        },
+        Fp8Config(emulate=True),
+    ),
     "offload_optimizer": (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         OffloadOptimizer(ratio=0.5),
@@ -117,6 +125,7 @@ BESIDE = {
     "zero_quantized_weights": 1,
     "zero_quantized_nontrainable_weights": 1,
     "zero_quantized_gradients": 1,
+    "fp8": 3,
 }
 
 
@@ -129,14 +138,15 @@ def test_every_field_is_here():
 def test_three_ways_to_say_it(name):
     json, value = FIELDS[name]
     beside = {"stage": BESIDE[name]} if name in BESIDE else {}
-    typed = ZeroConfig(**{name: value}, **beside)
+    also = {"bf16": True} if name == "fp8" else {}
+    typed = ZeroConfig(**{name: value}, **beside, **also)
     zero = json.get("zero_optimization", {})
     mapping = json.get(name, zero.get(name)) if dataclasses.is_dataclass(value) else value
     assert getattr(typed, name) == value
     assert getattr(typed, name) != getattr(ZeroConfig(), name)
     assert load({**QUIET, **json, "zero_optimization": zero | beside}) == typed
-    assert ZeroConfig.from_keywords(**{name: value}, **beside) == typed
-    assert ZeroConfig.from_keywords(**{name: mapping}, **beside) == typed
+    assert ZeroConfig.from_keywords(**{name: value}, **beside, **also) == typed
+    assert ZeroConfig.from_keywords(**{name: mapping}, **beside, **also) == typed
 
 
 def test_an_option_of_xla_may_be_a_keyword():

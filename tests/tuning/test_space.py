@@ -14,6 +14,7 @@ from zerojax.tuning.space import Batches, left_open
     [
         ({}, (0, 1, 2, 3), 3),
         ({"zero_optimization": {"zero_quantized_weights": True}}, (1, 2, 3), 3),
+        ({"bf16": {"enabled": True}, "fp8": {"enabled": True}}, (3,), 1),
     ],
 )
 def test_the_stages_and_offloads_that_may_be_tried(

@@ -143,7 +143,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
         yield f"XLA refuses {last.name!r}: it needs at least this much memory."
     elif not forecast.is_complete:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
-    yield from forecast.plan.live.notes
+    yield from (*forecast.plan.live.notes, *forecast.plan.fp8.notes)
     yield from _about_xlas_limit(planned)
     if forecast.host_bytes:
         yield f"host memory, for each device: {size(forecast.host_bytes)}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.core import primitives as prims
 
 from zerojax.collectives import deferred, gradients, prefetch, residuals, target_specs
 from zerojax.collectives.carried_sums import CarriedSums
@@ -30,8 +31,11 @@ from zerojax.graph.rows import RowDimensions
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.quantized import E4M3, E5M2, Format, within_params
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, MaybeNone
+
+Formats = tuple[Format | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,9 @@ class ProgramDecisions:
         result of a block, see :func:`zerojax.collectives.deferred.decide_block_sums`.
       leaving: The stacks that wait in host memory for the backward pass.
       used_unsharded: The arguments that are shards which a use other than a lookup needs unsharded.
+      in_fp8: The specs of those of ``wants`` that belong to parameters whose products run in fp8,
+        also of terms that are added up first.
+      rounded: By ``id`` of a product in fp8, the formats of its operands.
       inside: By ``id`` of an equation that is not run as it is, the decisions on it.
     """
 
@@ -54,6 +61,8 @@ class ProgramDecisions:
     block_sums: Mapping[Atom, Mapping[Atom, RowSum]]
     leaving: set[Atom]
     used_unsharded: frozenset[Atom]
+    in_fp8: Mapping[Atom, Spec] = field(default_factory=dict)
+    rounded: dict[int, Formats] = field(default_factory=dict)
     inside: dict[int, EquationDecisions] = field(default_factory=dict)
 
     def row_sums(self, eqn: Equation) -> dict[Atom, RowSum]:
@@ -93,6 +102,11 @@ class EquationDecisions:
     scan: LoopDecisions | MaybeNone = None
     loop: WhileDecisions | MaybeNone = None
     sent: dict[int, Spec | None] = field(default_factory=dict)
+
+    @property
+    def rounded(self) -> Formats:
+        """The formats to which a product's operands are rounded, see :func:`formats_of_product`."""
+        return self.program.rounded.get(id(self.eqn), ())
 
     @property
     def wants(self) -> list[Spec | None]:
@@ -205,7 +219,39 @@ def decide_program(
         else deferred.decide_block_sums(jaxpr, wants, gatherer, rows),
         leaving=set() if smallest is None else residuals.find_leaving(jaxpr, smallest),
         used_unsharded=frozenset(v for v, x in shards.items() if uses.dtypes(jaxpr, v, x.spec)),
+        in_fp8={v: spec for v, spec in wants.items() if gatherer.sent.in_fp8(spec)},
     )
+
+
+def formats_of_product(
+    eqn: Equation,
+    values: Sequence[object],
+    program: ProgramDecisions,
+    gatherer: Gatherer,
+    scope: Scope,
+) -> Formats:
+    """Returns the format to which each operand of a product in fp8 is rounded: e4m3, and e5m2 for
+    cotangents, which differ more in size; None for a parameter. Empty for other equations.
+
+    Args:
+      eqn: The equation.
+      values: Its operands, some of them a :class:`Shard`.
+      program: The decisions on the program that contains it.
+      gatherer: Notes the parameters that products multiply.
+      scope: The scope in which it runs.
+    """
+    if eqn.primitive is not prims.dot_general_p:
+        return ()
+    if shards := [v for v in values if isinstance(v, Shard)]:
+        if not any(v.in_fp8 for v in shards):
+            return ()
+        gatherer.multiplied.update(*(within_params(v.spec) for v in shards))
+        other: Format = E5M2 if scope.computes_gradients(eqn) else E4M3
+        return tuple(None if isinstance(v, Shard) else other for v in values)
+    # The gradient of a product that ran in fp8, of which JAX multiplies the cotangent from the
+    # left.
+    of = within_params(program.in_fp8.get(eqn.outvars[0]))
+    return (E5M2, E4M3) if of and of <= gatherer.multiplied else ()
 
 
 def decide_loop(
@@ -252,7 +298,7 @@ def decide_loop(
     )
     (*_, stacks), (_, results) = loop.operands(at.eqn.invars), loop.results(at.eqn.outvars)
     stacked_bytes = (
-        sum(stacks[i].aval.size * d.itemsize for i, d in prefetched.items()),
+        sum(stacks[i].aval.size * _itemsize(read[i], d) for i, d in prefetched.items()),
         sum(results[i].aval.size * results[i].aval.dtype.itemsize for i in later),
     )
     return LoopDecisions(
@@ -275,6 +321,11 @@ def decide_loop(
         and not any(spec for i, spec in enumerate(carried_want) if i not in sums.stacks),
         want=[*(updated.get(i, want[i]) for i in carried), *stacks_want, *in_place.values()],
     )
+
+
+def _itemsize(x: object, dtype: jnp.dtype) -> int:
+    """Returns the bytes of an element of a stack that is gathered in a dtype, or as codes."""
+    return 1 if isinstance(x, Shard) and x.gathering.scales is not None else dtype.itemsize
 
 
 def _in_place(

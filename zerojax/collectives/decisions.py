@@ -48,6 +48,8 @@ class Decision:
       reason: The reason for the place.
       line: The line of the program that uses the array, or that its gradient comes from, as
         "model.py:7"; empty if unknown.
+      compute: The dtype in which products read the array as it is sent; empty if they read it in
+        the compute dtype, or if no product reads it.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Decision:
     where: str
     reason: str
     line: str
+    compute: str = ""
 
     @property
     def array(self) -> str:

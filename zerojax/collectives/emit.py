@@ -114,7 +114,7 @@ class Emitter(Scans):
     ) -> list[Value]:
         """Returns the results of program ``i`` inside an equation; ``want`` is for the decisions on
         the program."""
-        return self.run(body, args, scope, at.programs[i])
+        return self.run(body, args, scope.within(at.eqn), at.programs[i])
 
     def step(
         self, scope: Scope, decided: ProgramDecisions, eqn: Equation, values: list[Value]
@@ -185,6 +185,7 @@ class Emitter(Scans):
             unsharded = self.gather_all(values, scope)
             return self.emit(at, lambda: [own_rows.on_own_rows(eqn, unsharded, self.mesh)])
         has_shards = any(isinstance(v, Shard) for v in values)
+        values = self.in_fp8(at, values, scope)
         if has_rows_for_groups or (name in BRANCHES and (has_shards or scope.replaces(eqn))):
             return self._branch(at, values, scope)
         if scope.replaces(eqn):
@@ -202,6 +203,14 @@ class Emitter(Scans):
         if not any(at.reductions):
             return self.bind(eqn, values)
         return self.emit(at, lambda: self._reduced(at, values, scope))
+
+    def in_fp8(self, at: EquationDecisions, values: list[Value], scope: Scope) -> list[Value]:
+        """Rounds the operands of a product that runs in fp8, other than the parameter."""
+        formats = at.rounded or [None] * len(values)
+        return [
+            x if format is None else self.rounded(x, format, scope.row_dims.dims(v))
+            for x, format, v in zip(values, formats, at.eqn.invars, strict=True)
+        ]
 
     def _reduced(self, at: EquationDecisions, values: Values, scope: Scope) -> Sequence[jax.Array]:
         """Runs an equation some of whose results are gradients, and reduces those."""
@@ -239,6 +248,8 @@ class Emitter(Scans):
             inputs = [travelling(v) for v in values]
             outs = self.barrier([plain(v) for v in inputs])
             return list(map(arrived, values, map(like, inputs, outs)))
+        if not at.rounded:  # only products read codes
+            values = [v.uncoded() if isinstance(v, Shard) else v for v in values]
         if (sends := at.use.sends) is not None:
             return self.emit(at, lambda: [sends.run(values, self, scope)])
         results = self.bind(eqn, self.gather_all(values, scope))
@@ -274,7 +285,9 @@ class Emitter(Scans):
         elif propagate.moves(eqn.primitive.name) or eqn.primitive.name in ELEMENTWISE:
             narrow = narrow_of(eqn, values, self)
         quantized = all(v.gathering.quantized for v in values if isinstance(v, Shard))
-        gathering = Gathering(quantized=quantized, narrow=narrow)
+        first = values[0].gathering.scale if isinstance(values[0], Shard) else None
+        scale = first if propagate.follows(eqn) else None
+        gathering = Gathering(quantized=quantized, narrow=narrow, scale=scale)
         spec = layout.with_leaves(spec, *(v.spec for v in values if isinstance(v, Shard)))
         return [Shard(self.constrain(out, spec), spec, gathered, gathering)]
 
@@ -320,7 +333,8 @@ class Emitter(Scans):
     def _reused(self, v: Value, scope: Scope) -> Value:
         """Returns a shard with its unsharded array if an earlier use of the pass has gathered it;
         other values unchanged."""
-        if not isinstance(v, Shard) or v.gathered is not None:
+        # XLA multiplies no codes behind a barrier that follows their dequantization.
+        if not isinstance(v, Shard) or v.gathered is not None or v.in_fp8:
             return v
         copy = scope.emitted.reuse(v, self.thresholds.ahead)
         return v if copy is None else v.with_copy(copy)

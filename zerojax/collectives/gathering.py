@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, TypeGuard, TypeVar
 
 import jax
@@ -15,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.order import AHEAD, Window
-from zerojax.collectives.quantization import dequantize, quantize
+from zerojax.collectives.quantization import decode, dequantize, encode, quantize, rounded
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_size
 from zerojax.devices.network import near
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
-from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
+from zerojax.plan.quantized import E4M3, UNQUANTIZED, Format, Sent, block_of
 from zerojax.plan.rule import SMALL
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
@@ -162,6 +163,8 @@ class Scope:
       used_unsharded: By ``id``, the shards that a use other than a lookup needs unsharded.
       of_layer: Whether the scope is one layer, in a loop over layers.
       of_step: Whether the scope is one of several updates, an iteration or a branch.
+      backward: Whether an equation around the scope belongs to the backward pass: equations in a
+        loop's body do not say so themselves.
       emitted: What has been gathered and reduced in the scope.
     """
 
@@ -175,6 +178,7 @@ class Scope:
     used_unsharded: frozenset[int] = frozenset()
     of_layer: bool = False
     of_step: bool = False
+    backward: bool = False
     emitted: Emitted = field(default_factory=Emitted)
 
     def inner(
@@ -196,7 +200,19 @@ class Scope:
             row_sums=row_sums or {},
             of_layer=of_layer or self.of_layer,
             of_step=of_step,
+            backward=self.backward,
         )
+
+    def within(self, eqn: Equation) -> Scope:
+        """Returns the scope for a program inside an equation."""
+        backward = self.computes_gradients(eqn)
+        return self if backward == self.backward else replace(self, backward=backward)
+
+    def computes_gradients(self, eqn: Equation) -> bool:
+        """Returns whether an equation belongs to the backward pass, and computes no value of the
+        forward pass again."""
+        is_backward = jaxprs.is_transposed(eqn) or jaxprs.runs_backward(eqn)
+        return (self.backward or is_backward) and not jaxprs.is_recomputed(eqn)
 
     def replaces(self, eqn: Equation) -> bool:
         """Returns whether an equation is, or contains, a mark that is replaced."""
@@ -217,6 +233,7 @@ class Gatherer:
     Attributes:
       sent_unquantized: Large gradients that are sent unquantized despite the config: the path of
         the leaf, if known, else the primitive that produces the gradient; and the shape.
+      multiplied: The paths, within the parameters, of those that products multiply in fp8.
       ledger: Records the collectives.
     """
 
@@ -242,6 +259,7 @@ class Gatherer:
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._lane_axes: frozenset[str] = frozenset()
         self.sent_unquantized: list[str] = []
+        self.multiplied: set[str] = set()
         self.ledger = Ledger(mesh)
 
     def on_lanes(self, axes: Sequence[str]) -> Self:
@@ -329,6 +347,22 @@ class Gatherer:
                 pinned, spec = self.constrain_always(pinned, less), less
         return pinned
 
+    def gather_codes(self, codes: jax.Array, spec: Sequence[SpecEntry]) -> jax.Array:
+        """All-gathers the fp8 codes of a matrix, which products read."""
+        with self.ledger.computes(codes.dtype.name):
+            return self.all_gather(codes, spec)
+
+    def rounded(self, x: jax.Array, format: Format, rows: Sequence[int]) -> jax.Array:
+        """Rounds an operand of a product to fp8: each device its own rows, along the first of the
+        dimensions ``rows`` that divides, with a scale of their own."""
+        own = functools.partial(rounded, format=format)
+        even = [d for d in rows if x.shape[d] % batch_devices(self.mesh) == 0]
+        if self._lane_axes or not even:
+            return own(x)
+        spec = PartitionSpec(*(None,) * even[0], batch_axes(self.mesh))
+        run = jax.shard_map(own, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return run(x)
+
     def _block(self, value: jax.Array, spec: Sequence[SpecEntry]) -> tuple[int, ...] | None:
         """Returns the extent of a quantized block in each dimension; None without blocks."""
         return block_of(value.shape, tuple(spec), self.mesh, self.axis, self.sent.weights)
@@ -396,7 +430,10 @@ class Gatherer:
             emitted.token = next(
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), emitted.token
             )
-        return self.all_gather(value, shard.spec, quantized=gathering.quantized)
+        if gathering.scale is None:
+            return self.all_gather(value, shard.spec, quantized=gathering.quantized)
+        codes = encode(value, gathering.scale, E4M3)
+        return decode(self.gather_codes(codes, shard.spec), gathering.scale, value.dtype)
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
         """Reduces a gradient to its shard: the sum over the devices becomes a reduce-scatter, and
@@ -467,8 +504,9 @@ class Gatherer:
 
     def all_known(self, values: Sequence[object], scope: Scope) -> list[Any]:
         """Returns operands with unsharded arrays in place of the shards that were gathered in
-        advance; at stages 1 and 2 in place of all shards except those that were gathered in a
-        narrower dtype, and those that a loop gathers."""
+        advance, but for those that products multiply in fp8; at stages 1 and 2 in place of all
+        shards except those that were gathered in a narrower dtype, and those that a loop
+        gathers."""
         if self.keep:
             return [
                 self.gather(v, scope, values)
@@ -476,7 +514,7 @@ class Gatherer:
                 else v
                 for v in values
             ]
-        return [v.unsharded if is_gathered(v) else v for v in values]
+        return [v.unsharded if is_gathered(v) and not v.in_fp8 else v for v in values]
 
 
 def is_sharded(spec: Spec, axis: str) -> bool:

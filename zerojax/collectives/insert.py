@@ -141,15 +141,18 @@ class Decider(Emitter):
     def within(
         self, at: EquationDecisions, i: int, body: AnyJaxpr, args: Values, scope: Scope, want: Specs
     ) -> list[Value]:
-        decided, outs = self.decide(body, args, scope, want)
+        decided, outs = self.decide(body, args, scope.within(at.eqn), want)
         at.programs.append(decided)
         return outs
 
     def step(
         self, scope: Scope, decided: ProgramDecisions, eqn: Equation, values: list[Value]
     ) -> Values:
+        if rounded := decide.formats_of_product(eqn, values, decided, self, scope):
+            decided.rounded[id(eqn)] = rounded
         if not (
-            any(isinstance(v, Shard | HostStack) for v in values)
+            rounded
+            or any(isinstance(v, Shard | HostStack) for v in values)
             or not decided.placed.isdisjoint(eqn.outvars)
             or scope.replaces(eqn)
             or gradients.at_one_index(eqn)
@@ -170,6 +173,9 @@ class Decider(Emitter):
 
     def emit(self, at: EquationDecisions, emission: Callable[[], Value]) -> Value:
         return [*map(Abstract.of, at.eqn.outvars)]
+
+    def in_fp8(self, at: EquationDecisions, values: list[Value], scope: Scope) -> list[Value]:
+        return values
 
     def barrier(self, values: Values) -> list[Value]:
         return [*values]

@@ -53,7 +53,7 @@ class _Context:
       by_rows: Whether the innermost one has an array that depends on rows of the batch. Numbers,
         such as a mean over rows, are the same on all devices.
       leaves: The paths of the leaves of the state.
-      times, exact: See :class:`zerojax.collectives.decisions.Decision`.
+      times, exact, compute: See :class:`zerojax.collectives.decisions.Decision`.
     """
 
     where: str = ""
@@ -63,6 +63,7 @@ class _Context:
     leaves: tuple[str, ...] = ()
     times: int = 1
     exact: bool = True
+    compute: str = ""
 
 
 class Ledger:
@@ -230,6 +231,15 @@ class Ledger:
         context = self._contexts[-1]
         return self._context(times=context.times * times, exact=context.exact and exact)
 
+    def computes(self, dtype: str) -> contextlib.AbstractContextManager[None]:
+        """Sets the dtype in which products read what is sent in this context."""
+        return self._context(compute=dtype)
+
+    def maxima(self, x: Shaped) -> None:
+        """Records the all-reduce of largest elements, of ``x``, the largest ones of all arrays."""
+        if self.asked and self._mesh.size > 1:
+            self._note(decisions.REDUCE, x, jaxprs.nbytes(x), self._mesh.size)
+
     def _context(self, **fields: Any) -> contextlib.AbstractContextManager[None]:
         if not self.asked:
             return contextlib.nullcontext()
@@ -367,6 +377,7 @@ class Ledger:
                 context.where or (decisions.USE if gathers else decisions.PRODUCED),
                 context.reason or (_GATHERED if gathers else _REDUCED),
                 next(filter(None, lines), ""),
+                context.compute,
             )
         )
 

@@ -22,10 +22,12 @@ from jax.sharding import PartitionSpec
 from zerojax.collectives import decisions, order, residuals
 from zerojax.collectives.gathering import Gatherer, is_on_devices
 from zerojax.collectives.host import entry, on_host
+from zerojax.collectives.quantization import encode
 from zerojax.collectives.shard import HostStack, ReducedGradient, Shard
 from zerojax.collectives.uses import Uses
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan import layout
+from zerojax.plan.quantized import E4M3
 from zerojax.xla import jaxprs
 from zerojax.xla.jaxprs import ScanParts
 from zerojax.xla.types import Equation
@@ -92,7 +94,7 @@ class PrefetchedStacks:
         if master is None or not is_even or not names <= {*mesh.axis_names}:
             value = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
             value = self._gatherer.constrain(value, spec).astype(dtype)
-            return Shard(value, spec, gathering=x.gathering)
+            return self._as_codes(Shard(value, spec, gathering=x.gathering), index)
 
         def own(stack: jax.Array, index: jax.Array) -> jax.Array:
             # As a vector: XLA would give the stack the layout in which the layer is gathered, with
@@ -104,11 +106,21 @@ class PrefetchedStacks:
         specs = PartitionSpec(*x.spec), PartitionSpec()
         result = PartitionSpec(*spec)
         run = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=result, check_vma=False)
-        return Shard(run(master, jnp.asarray(index)), spec, gathering=x.gathering)
+        layer = Shard(run(master, jnp.asarray(index)), spec, gathering=x.gathering)
+        return self._as_codes(layer, index)
+
+    def _as_codes(self, layer: Shard, index: jax.Array | int) -> Shard:
+        """Returns the fp8 codes of a layer that products multiply in fp8; others unchanged."""
+        if (scales := layer.gathering.scales) is None:
+            return layer
+        scale = lax.dynamic_index_in_dim(scales, index, keepdims=False)
+        return layer.with_value(encode(layer.value, scale, E4M3))
 
     def _gathered(self, i: int, shard: Shard) -> jax.Array:
         body, quantized = jaxprs.open_jaxpr(self._loop.body)[0], shard.gathering.quantized
         with self._gatherer.ledger.used_in(body, body.invars[self._loop.first_stack + i]):
+            if shard.gathering.scales is not None:
+                return self._gatherer.gather_codes(shard.value, shard.spec)
             return self._gatherer.all_gather(shard.value, shard.spec, quantized=quantized)
 
     def first(self) -> list[jax.Array]:
@@ -126,7 +138,8 @@ class PrefetchedStacks:
         return [next(prefetched) if on_host(x) else next(sliced) for x in self._xs]
 
     def unsharded(self, come: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """Returns, for each stack, the unsharded entry that was gathered ahead; None for others."""
+        """Returns, for each stack, the unsharded entry that was gathered ahead, or its fp8 codes;
+        None for others."""
         unsharded: list[jax.Array | None] = [None] * len(self._xs)
         for i, array in self._gathered_arrays(come):
             # Otherwise XLA may carry the shard and gather in the iteration that uses the result.
@@ -191,7 +204,8 @@ def gathered_dtype(loop: ScanParts, i: int, x: Shard, uses: Uses) -> jnp.dtype |
     if loop.length < LEAST:
         return None
     body, _ = jaxprs.open_jaxpr(loop.body)
-    needed = uses.dtypes(body, loop.operands(body.invars)[2][i], x.spec[1:])
+    spec = layout.with_leaves(x.spec[1:], x.spec)
+    needed = uses.dtypes(body, loop.operands(body.invars)[2][i], spec)
     # The narrowest of several; the dtype of the stack if the body widens it before use.
     return min(*needed, x.value.dtype, key=_bytes) if needed else None
 

@@ -74,6 +74,36 @@ def dequantize(codes: jax.Array, scales: jax.Array, format: Format, dtype: DType
     return _merged(product.astype(dtype).reshape(parts.shape))
 
 
+def scale_of(largest: jax.Array, format: Format) -> jax.Array:
+    """Returns the scale of the codes, float32, of an array whose largest element has this absolute
+    value: the least power of two that is not below ``largest`` over the largest code. Powers of two
+    are exact in every dtype, so that kernels which multiply codes compute what :func:`decode` and
+    a product in bfloat16 do. NaN for an infinity or NaN, which makes all elements NaN."""
+    scale = jnp.maximum(largest.astype(jnp.float32) / float(jnp.finfo(format).max), _TINY)
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    power = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    return jnp.where(jnp.isfinite(scale), power, jnp.nan)
+
+
+def encode(x: jax.Array, scale: jax.Array, format: Format) -> jax.Array:
+    """Returns an array as fp8 codes with one scale."""
+    largest = float(jnp.finfo(format).max)
+    # Beyond the largest code the cast to e4m3 returns NaN.
+    return jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(format)
+
+
+def decode(codes: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns the array, in ``dtype``, from :func:`encode`. XLA for GPUs multiplies the codes
+    themselves where a product's operands have this form: a cast, times a number."""
+    return codes.astype(dtype) * scale.astype(dtype)
+
+
+def rounded(x: jax.Array, format: Format) -> jax.Array:
+    """Returns an array rounded to fp8, with a scale from its largest element, in its own dtype."""
+    scale = scale_of(jnp.max(jnp.abs(x)), format)
+    return decode(encode(x, scale, format), scale, x.dtype)
+
+
 def _blocks(x: jax.Array, block: Sequence[int]) -> jax.Array:
     """Splits each dimension [n * block] into [n, block]."""
     return x.reshape([k for n, b in zip(x.shape, block, strict=True) for k in (n // b, b)])

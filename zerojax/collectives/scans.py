@@ -158,7 +158,8 @@ class Scans(Gatherer):
                 self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"),
                 self.ledger.used_in(body, given[i]),
             ):
-                gathered[i] = self.gather(consts[i], scope, rest)
+                # Beside the loop XLA would keep what it dequantizes, and multiply in bfloat16.
+                gathered[i] = self.gather(consts[i].uncoded(), scope, rest)
         return gathered
 
     def carried(self, values: Sequence[Value], updated: Mapping[int, Spec]) -> list[Value]:

@@ -27,6 +27,9 @@ class Abstract(jax.ShapeDtypeStruct):
     def astype(self, dtype: np.dtype) -> Abstract:
         return Abstract(self.shape, dtype)
 
+    def __mul__(self, scale: object) -> Abstract:
+        return self
+
     def fetched(self) -> Abstract:
         return self
 
@@ -107,12 +110,17 @@ class Gathering:
       by_loop: Whether the first loop over the stack gathers it, layer by layer, and keeps the
         layers, see :mod:`zerojax.collectives.stacks`.
       narrow: The shard in a narrower dtype that is gathered in its place.
+      scale: The scale of the fp8 codes as which the matrix is gathered and multiplied; None for
+        other arrays.
+      scales: Those of the layers of a stack, [layers].
     """
 
     host: bool = False
     quantized: bool = False
     by_loop: bool = False
     narrow: Narrow | None = None
+    scale: jax.Array | None = None
+    scales: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +153,22 @@ class Shard:
         """True if the unsharded copy has been rounded to a narrower dtype."""
         return self.gathered is not None and self.gathered.array.dtype != self.value.dtype
 
+    @property
+    def in_fp8(self) -> bool:
+        """True if products multiply its fp8 codes, or those of the array that it is cast from."""
+        narrow = self.gathering.narrow
+        return self.gathering.scale is not None or (narrow is not None and narrow.shard.in_fp8)
+
+    def uncoded(self) -> Shard:
+        """Returns the shard with its elements to be sent, not fp8 codes of them."""
+        return self.with_gathering(scale=None, scales=None) if self.in_fp8 else self
+
     def with_value(self, value: jax.Array, spec: Spec | None = None) -> Shard:
-        """Returns a shard of another array, which is on the devices and not gathered yet. It is
-        sent quantized if this shard is, and has this shard's spec unless ``spec`` is passed."""
-        gathering = Gathering(quantized=self.gathering.quantized)
+        """Returns a shard of another array with the same elements, which is on the devices and not
+        gathered yet. It is sent as this shard is, and has this shard's spec unless ``spec`` is
+        passed."""
+        how = self.gathering
+        gathering = Gathering(quantized=how.quantized, scale=how.scale, scales=how.scales)
         return Shard(value, self.spec if spec is None else spec, gathering=gathering)
 
     def with_copy(self, copy: jax.Array | None, stack: MovedStack | None = None) -> Shard:

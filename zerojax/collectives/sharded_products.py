@@ -32,7 +32,6 @@ from zerojax.devices.mesh import axis_size, batch_axes
 from zerojax.graph.contractions import RESULT, Contraction
 from zerojax.graph.rows import RowDimensions
 from zerojax.plan.layout import Spec
-from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation, Value
 
@@ -136,6 +135,8 @@ def find_product(
     contraction = Contraction.of(eqn)
     if contraction is None or any(contraction.batched) or not multiplies_shards(gatherer):
         return None
+    if gatherer.sent.in_fp8(spec):  # the codes of a gathered matrix have one scale
+        return None
     arrays = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     split = cut_evenly(arrays[at].shape, spec, gatherer)
     if split is None or arrays[at].size < gatherer.thresholds.in_place:
@@ -181,9 +182,10 @@ def of_weight(
 
 def multiplies_shards(gatherer: Gatherer) -> bool:
     """Returns whether weights may stay sharded in products: whether parameters are gathered in each
-    pass, over all devices, and unquantized."""
+    pass, over all devices, and not in blocks."""
     over_all = batch_axes(gatherer.mesh) == (gatherer.axis,) and gatherer.sums_own_rows
-    return over_all and not gatherer.keep and gatherer.sent == UNQUANTIZED
+    in_blocks = gatherer.sent.weights or gatherer.sent.gradients
+    return over_all and not gatherer.keep and in_blocks is None
 
 
 def _divisible(shape: Sequence[int], rows: Sequence[int], gatherer: Gatherer) -> list[int]:

@@ -19,9 +19,11 @@ import numpy as np
 from zerojax.collectives.gathering import is_sharded, plain
 from zerojax.collectives.narrow import narrowest, widened, widenings
 from zerojax.collectives.prefetch import PrefetchedStacks
+from zerojax.collectives.quantization import decode
 from zerojax.collectives.shard import FilledStack, Gathering, MovedStack, Shard, UnshardedCopy
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.xla.types import Value
 
 
 class _Form(NamedTuple):
@@ -47,8 +49,8 @@ class LoopStacks:
 
     Attributes:
       read: the stacks that the loop reads in place of ``xs``.
-      rounded: for each stack its copy gathered in a narrower dtype, which the loop reads as well,
-        or None.
+      rounded: for each stack its copy gathered in a narrower dtype, or the scales of its layers in
+        fp8, which the loop reads as well, or None.
     """
 
     def __init__(self, xs: Sequence[object], axis: str) -> None:
@@ -70,14 +72,17 @@ class LoopStacks:
         :class:`zerojax.collectives.prefetch.PrefetchedStacks`."""
         self._gathered_entries = list(zip(rounded, self._xs, strict=True))
         self._brief = any(x is not None for x in prefetched)
-        known = [a if r is None else r for r, a in zip(rounded, prefetched, strict=True)]
-        return list(map(self._operand, self._xs, entries, known))
+        return list(map(self._operand, self._xs, entries, rounded, prefetched))
 
-    def _operand(self, x: object, entry: jax.Array, known: jax.Array | None) -> Shard | jax.Array:
+    def _operand(self, x: object, entry: Value, rounded: Value, prefetched: Value) -> Value:
         if not isinstance(x, Shard):
             return entry
         spec = layout.with_leaves(x.spec[1:], x.spec)
-        shard = widened(x.with_value(entry, spec).with_copy(known), widenings(x))
+        shard, known = x.with_value(entry, spec), prefetched if rounded is None else rounded
+        if rounded is not None and _scales(x) is not None:
+            known = None if prefetched is None else decode(prefetched, rounded, entry.dtype)
+            shard = shard.with_gathering(scale=rounded, scales=None)
+        shard = widened(shard.with_copy(known), widenings(x))
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
     def stack(self, i: int, y: object) -> object:
@@ -104,9 +109,17 @@ class LoopStacks:
         return widened(Shard(y, spec, form.gathered, gathering), form.dtypes)
 
 
+def _scales(x: object) -> jax.Array | None:
+    """Returns the scales of a stack in fp8; None for other values."""
+    source = narrowest(x)
+    return source.gathering.scales if isinstance(source, Shard) else None
+
+
 def _as_read(x: object) -> jax.Array | MovedStack | None:
     """Returns the copy of a stack that was gathered in a narrower dtype, in the layout that a loop
-    reads; None if there is none."""
+    reads, or the scales of its layers; None if there are none."""
+    if (scales := _scales(x)) is not None:
+        return scales
     if not isinstance(x, Shard) or x.gathered is None or not x.is_rounded:
         return None
     return x.gathered.array if x.gathered.stack is None else x.gathered.stack

@@ -148,10 +148,11 @@ class Uses:
     def _use(self, jaxpr: Jaxpr, eqn: Equation, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
         """Returns the dtypes in which an equation needs its operand ``i`` unsharded, by itself or
         because a use of its results needs them unsharded."""
-        v, own_dtype = eqn.invars[i], frozenset([eqn.invars[i].aval.dtype])
+        v, own_dtype, own_spec = eqn.invars[i], frozenset([eqn.invars[i].aval.dtype]), spec
 
         def of_result(at: int, spec: Spec) -> _Dtypes:
-            return self._dtypes(jaxpr, eqn.outvars[at], spec, beyond)
+            carried = layout.with_leaves(spec, own_spec)
+            return self._dtypes(jaxpr, eqn.outvars[at], carried, beyond)
 
         if eqn.primitive in jaxprs.CALLS:
             (body,) = jaxprs.bodies(eqn)
@@ -218,7 +219,8 @@ class Uses:
         def beyond(at: int, spec: Spec) -> _Dtypes:
             return of_result(at, (None, *spec)) if at >= loop.carry else own_dtype
 
-        return self._dtypes(body, body.invars[i], spec[1:] if is_stacked else spec, beyond)
+        entry_spec = layout.with_leaves(spec[1:], spec) if is_stacked else spec
+        return self._dtypes(body, body.invars[i], entry_spec, beyond)
 
 
 def carries_shard(old: Atom, new: Atom, spec: Spec, gatherer: Gatherer) -> bool:

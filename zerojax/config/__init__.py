@@ -21,6 +21,7 @@ from zerojax.config.load import load as load
 from zerojax.config.named import OptimizerConfig as OptimizerConfig
 from zerojax.config.named import SchedulerConfig as SchedulerConfig
 from zerojax.config.row import Note as Note
+from zerojax.config.sections import Fp8Config as Fp8Config
 from zerojax.config.sections import MonitorConfig as MonitorConfig
 from zerojax.config.sections import OffloadOptimizer as OffloadOptimizer
 from zerojax.config.sections import OffloadParam as OffloadParam

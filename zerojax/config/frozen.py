@@ -170,8 +170,9 @@ def from_keyword(name: str, cls: type[Section], given: object) -> Section | None
     Args:
       name: The keyword.
       cls: The class of the section.
-      given: The config, a mapping as in the JSON, None, or, for offload, the name of a device. The
-        device "none" turns offload off, `enabled` false any other section.
+      given: The config, a mapping as in the JSON, None, or a short form: for offload the name of a
+        device, for fp8 True or "emulate". The device "none" turns offload off, `enabled` false any
+        other section.
 
     Raises:
       ConfigError: An unknown name or a wrong value, prefixed by the section.
@@ -189,16 +190,13 @@ def from_keyword(name: str, cls: type[Section], given: object) -> Section | None
     """
     if given is None or isinstance(given, cls):
         return given
-    is_offload = name in OFFLOAD
-    if is_offload and isinstance(given, str):
-        given = {"device": given}
+    given = cls.in_full(given)
     if not isinstance(given, Mapping):
-        wanted = '"cpu", "none" or None' if is_offload else "or None"
         raise ConfigError(
-            f"{name}: expected {cls.__name__}, a mapping of its fields, {wanted}, got "
+            f"{name}: expected {cls.__name__}, a mapping of its fields, {cls.short}or None, got "
             f"{as_text(given)}"
         )
-    on: dict[str, object] = {"device": "cpu"} if is_offload else {"enabled": True}
+    on: dict[str, object] = {"device": "cpu"} if name in OFFLOAD else {"enabled": True}
     keys = {key.path: key for key in cls.keys(name, "")}
     values, problems = check_keys({name: on | plain(given)}, keys)
     if problems:

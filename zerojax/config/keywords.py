@@ -69,6 +69,7 @@ class Keywords(XlaOptions, total=False):
     zero_quantized_gradients: bool
     zero_quantized_gradients_dtype: str
     zero_quantized_block_size: int | None
+    fp8: sections.Fp8Config | Mapping[str, object] | bool | str | None
     offload_optimizer: sections.OffloadOptimizer | Mapping[str, object] | str | None
     offload_param: sections.OffloadParam | Mapping[str, object] | str | None
     sub_group_size: int

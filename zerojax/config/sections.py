@@ -17,6 +17,7 @@ class Section:
     """
 
     switch: ClassVar[str] = "enabled"
+    short: ClassVar[str] = ""  # the other forms of a keyword, in an error
 
     def __post_init__(self) -> None:
         problems = check_fields(self)[1]
@@ -30,6 +31,11 @@ class Section:
     def idle(self) -> dict[str, str]:
         """Returns the reason for each field that has no effect with the other fields, by name."""
         return {}
+
+    @classmethod
+    def in_full(cls, given: object) -> object:
+        """Returns the mapping that a short form of a keyword stands for; others unchanged."""
+        return given
 
     @classmethod
     def keys(cls, path: str, why: str) -> Iterator[Key]:
@@ -93,6 +99,36 @@ class WandbConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Config(Section):
+    """The section `fp8`: products of gathered parameters in fp8; off if absent. As a keyword True,
+    or "emulate".
+
+    Example:
+      >>> Fp8Config(emulate=True).min_size
+      4194304
+    """
+
+    emulate: bool = setting(
+        "", k.FLAG, False, "true: products compute in bfloat16 on rounded operands, on any device"
+    )
+    min_size: int = setting(
+        "", k.SIZE, 2**22, "matrices of fewer elements, each layer's, stay in bfloat16"
+    )
+    filter_fqns: str = setting(
+        "", k.TEXT, "", "torchtitan's key: parts of the paths that stay in bfloat16, with commas"
+    )
+
+    short = 'True, "emulate" '
+
+    @classmethod
+    def in_full(cls, given: object) -> object:
+        """Returns the mapping that True, False or "emulate" stands for."""
+        if given == "emulate":
+            return {"emulate": True}
+        return {"enabled": given} if isinstance(given, bool) else given
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutotuningConfig(Section):
     """The section `autotuning`: the bounds of the search for settings; off if absent.
 
@@ -142,6 +178,12 @@ class _Offload(Section):
     nvme_path: str | None = setting("", k.optional(k.TEXT), None, "the folder of the files")
 
     switch = "device"
+    short = '"cpu", "none" '
+
+    @classmethod
+    def in_full(cls, given: object) -> object:
+        """Returns the mapping of a keyword that names the device."""
+        return {"device": given} if isinstance(given, str) else given
 
     def contradictions(self) -> Iterator[str]:
         """Yields one problem for each contradiction of valid fields."""

@@ -149,6 +149,11 @@ class Settings:
     zero_quantized_gradients_dtype: str = setting(
         _Z, k.choice("int8", "int4"), "int8", f"{_OWN}: the codes of reduced blocks"
     )
+    fp8: sections.Fp8Config | None = section(
+        sections.Fp8Config,
+        "fp8",
+        f"{_OWN}: true: products of gathered parameters run in fp8: numbers change",
+    )
     zero_quantized_block_size: int | None = setting(
         _Z, k.optional(k.POSITIVE), None, f"{_OWN}: elements that share a scale; null: about 256"
     )

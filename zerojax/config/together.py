@@ -32,6 +32,15 @@ _NEED_STAGE = {
 }
 """The lowest stage that a field needs, the reason, and the value that is off."""
 
+_NOT_WITH_FP8 = {
+    **dict.fromkeys(QUANTIZED, False),
+    **dict.fromkeys(OFFLOAD, "none"),
+    "zero_hpz_partition_size": 1,
+    "stage3_max_live_parameters": 0,
+    "pipeline_stages": None,
+}
+"""Settings that exclude fp8, and the values that are off."""
+
 _BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
 
 
@@ -81,12 +90,38 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                 f"{hpz} keeps a second shard of the parameters on the device, and {name(section)} "
                 "has the state elsewhere; leave out one of them"
             )
+    if values.get("fp8"):
+        yield from _beside_fp8(values, name)
     block = values.get("zero_quantized_block_size")
     if values.get("zero_quantized_gradients_dtype") == "int4" and block and block % 2:
         yield (
             f"{name('zero_quantized_block_size')} = {block}: blocks of int4 take an even number of "
             f"elements; set {block + 1}, or {name('zero_quantized_gradients_dtype')} to int8"
         )
+
+
+def _beside_fp8(values: Mapping[str, object], name: Callable[[str], str]) -> Iterator[str]:
+    """Yields one problem for each setting that `fp8` needs, or that excludes it."""
+    fp8, bf16 = name("fp8"), name("bf16")
+    if values.get("bf16") is False:
+        also = f" and {name('fp16')} to false" if values.get("fp16") else ""
+        yield (
+            f"{fp8}: products in fp8 need bf16, in which everything else computes; set {bf16} to "
+            f"true{also}, or leave out fp8"
+        )
+    stage = values.get("stage", 3)
+    if stage in (0, 1, 2):
+        yield (
+            f"{fp8}: products in fp8 read gathered codes, for which parameters must be sharded, "
+            f"and the stage is {stage}; set {name('stage')} to 3, or leave out fp8"
+        )
+    for field, off in _NOT_WITH_FP8.items():
+        if (given := values.get(field, off)) not in (off, None):
+            given = as_text(getattr(given, "device", given))
+            yield (
+                f"{fp8}: products in fp8 are not supported with {name(field)} = {given}; set it to "
+                f"{as_text(off)}, or leave out fp8"
+            )
 
 
 def idle(values: Mapping[str, object]) -> dict[str, str]:

@@ -111,7 +111,7 @@ class Rates:
     Attributes:
       kind: name of the kind in :func:`zerojax.topology`.
       memory: bytes of device memory.
-      matrix: peak of matrix products by dtype, as HLO names it: "bf16", "f16", "f32".
+      matrix: peak of matrix products by dtype, as HLO names it: "bf16", "f16", "f32", "f8e4m3fn".
       bandwidth: peak of device memory.
       links: the links to other devices.
       host: peak each way between a device and host memory.
@@ -132,6 +132,11 @@ class Rates:
     def room(self) -> int:
         """Bytes of device memory that a step may use."""
         return self.memory - RESERVE
+
+    @property
+    def peak(self) -> float:
+        """The largest peak of matrix products but for those in fp8, of which MFU is a share."""
+        return max(n for dtype, n in self.matrix.items() if not dtype.startswith("f8"))
 
     def compute_seconds(
         self,
@@ -213,6 +218,13 @@ def rates(kind: str) -> Rates:
         **figures["rates"],
         **kinds["common"],
     )
+
+
+def kinds_with(dtype: str) -> list[str]:
+    """Returns the names of the kinds whose matrix units multiply a dtype, as HLO names it."""
+    kinds = device_kinds()
+    named = (kinds["gpu"] | kinds["tpu"]).items()
+    return [name for name, figures in named if dtype in figures["rates"]["matrix"]]
 
 
 def kind_of(device: jax.Device) -> str | None:

@@ -243,7 +243,7 @@ class Forecast:
         accumulation = config.batch(self.row_devices).accumulation
         if schedule := Schedule.of(mesh, accumulation):
             model_flops *= 1 - schedule.bubble
-        return model_flops / (self.seconds * max(self.rates.matrix.values()))
+        return model_flops / (self.seconds * self.rates.peak)
 
     @property
     def compile_seconds(self) -> float:

@@ -24,7 +24,7 @@ from zerojax.config import ZeroConfig
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import choose_places
-from zerojax.plan.quantized import QuantizedWeights
+from zerojax.plan.quantized import Fp8Products, QuantizedWeights
 from zerojax.plan.state_sharding import DTYPES, Plan
 from zerojax.train_state.bound import is_optimizer_state
 from zerojax.train_state.state_parts import Parts
@@ -77,6 +77,7 @@ def make_plan(
         ),
         compute=compute,
         quantized=QuantizedWeights(config, compute, frozen_paths, mesh),
+        fp8=Fp8Products(config, compute, mesh),
     )
 
 

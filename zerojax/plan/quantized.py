@@ -12,15 +12,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.config import ConfigError, ZeroConfig
-from zerojax.devices.mesh import axis_size, zero_axis
+from zerojax.config import ConfigError, Fp8Config, ZeroConfig
+from zerojax.devices.mesh import axis_size, batch_devices, zero_axis
+from zerojax.devices.rates import kinds_with
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.rule import SMALL
 from zerojax.plan.table import size
+from zerojax.xla.compiler import GPUS
 
-Format = Literal["int8", "int4", "float8_e4m3fn"]
+Format = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
+
+E4M3: Format = "float8_e4m3fn"
+E5M2: Format = "float8_e5m2"
+
+FLOAT8 = 8.9
+"""The first compute capability of GPUs with fp8."""
+
+PARAMS = "params"
+"""The part of a path that leads to the parameters in a state; gradients have paths without it."""
 
 BLOCK = 256
 """The fewest elements of a block without a set size: a scale is then 1.6% of its int8 codes."""
@@ -41,10 +52,29 @@ class Quantization(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The formats in which sharded arrays are sent; None for unquantized."""
+    """The formats in which sharded arrays are sent; None for unquantized.
+
+    Attributes:
+      weights: Of parameters that are sent in blocks.
+      gradients: Of gradients.
+      multiplied: The paths of the parameters that are sent as the fp8 codes that products read,
+        within the parameters.
+    """
 
     weights: Quantization | None = None
     gradients: Quantization | None = None
+    multiplied: frozenset[str] = frozenset()
+
+    def in_fp8(self, spec: object) -> bool:
+        """Returns whether a spec is of parameters whose products run in fp8, or of gradients of
+        such parameters."""
+        paths = within_params(spec)
+        return bool(paths) and paths <= self.multiplied
+
+
+def within_params(spec: object) -> frozenset[str]:
+    """Returns the paths that a spec carries, within the parameters; empty if it carries none."""
+    return frozenset(path.removeprefix(PARAMS) for path in getattr(spec, "leaves", ()))
 
 
 UNQUANTIZED = Sent()
@@ -191,6 +221,101 @@ class QuantizedWeights:
         )
 
 
+_TABLES = re.compile(r"\b(\w*embed\w*|wte|wpe|vocab\w*)\b", re.IGNORECASE)
+"""Names of tables: flax's, and those of GPT-2."""
+
+_HEADS = re.compile(r"\b(lm_head|head|score|classifier)\b")
+"""Names of the last layer."""
+
+FP8_BOUND = (
+    "fp8: this step's numbers are not those of plain jit. A product of the parameters that "
+    "plan.table() names is within 4% of that in float32, relative to its norm, and a product with "
+    "cotangents within 7%. Evaluation and generation compute in bfloat16"
+)
+"""The sentence that a step with products in fp8 logs once."""
+
+
+class Fp8Products:
+    """The compute parameters whose products run in fp8, and which are gathered as its codes.
+
+    Args:
+      config: The config of the plan.
+      compute: The compute parameters.
+      mesh: The devices.
+
+    Attributes:
+      leaves: The parameters.
+      others: The paths of the other parameters, by the reason.
+
+    Raises:
+      ConfigError: The devices do not multiply in fp8, the mesh shares more than rows, or no
+        parameter is left.
+    """
+
+    def __init__(self, config: ZeroConfig, compute: Sequence[Leaf], mesh: Mesh) -> None:
+        self.leaves, self.others = list[Leaf](), dict[str, list[str]]()
+        if config.fp8 is None:
+            return
+        if not config.fp8.emulate:
+            _check_products(mesh.devices.flat[0])
+        if mesh.size > batch_devices(mesh):
+            raise ConfigError(
+                f"fp8: products in fp8 need a mesh that shares only the rows of the batch, and "
+                f"this one has {dict(mesh.shape)}. Use the axes data and replica, or leave out fp8"
+            )
+        tables = [leaf.shape[0] for leaf in compute if leaf.shape and _TABLES.search(leaf.path)]
+        for leaf in compute:
+            if why := _why_not_in_fp8(leaf, config.fp8, max(tables, default=-1), config):
+                self.others.setdefault(why, []).append(leaf.path)
+            else:
+                self.leaves.append(leaf)
+        if compute and not self.leaves:
+            raise ConfigError(
+                f"fp8: no parameter is for products in fp8. {self._reasons()}. Lower fp8.min_size, "
+                "or leave out fp8"
+            )
+
+    @property
+    def multiplied(self) -> frozenset[str]:
+        """The paths of the parameters, within the parameters of the state."""
+        return frozenset().union(*(within_params(leaf.full_spec) for leaf in self.leaves))
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """A sentence on the parameters whose products run in fp8, and those that stay out."""
+        if self.leaves:
+            yield (
+                f"fp8: {len(self.leaves)} parameters ({size(sum(x.bytes for x in self.leaves))} in "
+                f"{self.leaves[0].dtype}) are gathered and multiplied as {E4M3}, cotangents as "
+                f"{E5M2}: {_some([x.path for x in self.leaves])}. Others are not. {self._reasons()}"
+            )
+
+    def _reasons(self) -> str:
+        """Returns the reasons for the parameters that stay out, with some names."""
+        return "; ".join(f"{why} ({len(x)}): {_some(x)}" for why, x in self.others.items())
+
+
+def _why_not_in_fp8(leaf: Leaf, how: Fp8Config, vocabulary: int, config: ZeroConfig) -> str:
+    """Returns why a parameter stays in the compute dtype; empty if it does not."""
+    path, matrix, parts = leaf.path, leaf.shape[-2:], how.filter_fqns.replace(" ", "").split(",")
+    reasons = {
+        "Not a matrix": len(leaf.shape) not in (2, 3)
+        or not jnp.issubdtype(leaf.dtype, jnp.floating),
+        "A table, norm or bias": _TABLES.search(path) or NOT_QUANTIZED.search(path),
+        "A head": _HEADS.search(path) or vocabulary in matrix,
+        "In fp8.filter_fqns": any(part and part in path for part in parts),
+        # Small parameters are gathered together, once a step.
+        f"Fewer than {how.min_size:,} elements": math.prod(matrix) < how.min_size
+        or math.prod(leaf.shape) <= config.small_array_size,
+        "Replicated": not leaf.sharded,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+
+
 def sent_formats(config: ZeroConfig) -> Sent:
     """Returns the formats in which a config sends sharded arrays."""
     if config.stage == 0:
@@ -207,13 +332,25 @@ def sent_formats(config: ZeroConfig) -> Sent:
     )
 
 
+def _check_products(device: jax.Device) -> None:
+    capability = getattr(device, "compute_capability", None)
+    if device.platform not in GPUS or float(capability or 0) < FLOAT8:
+        has = f" has {capability}" if capability else ""
+        raise ConfigError(
+            f"fp8: products in fp8 need a GPU of compute capability {FLOAT8} or "
+            f"more ({', '.join(kinds_with('f8e4m3fn'))}), and this is {device.device_kind}{has}. "
+            'Leave out fp8, or write fp8="emulate" (fp8.emulate in the JSON), which computes the '
+            "same numbers, and saves no time"
+        )
+
+
 def _check_float8(device: jax.Device) -> None:
     capability = getattr(device, "compute_capability", None)
-    if device.platform == "gpu" and float(capability or 0) < 8.9:
+    if device.platform == "gpu" and float(capability or 0) < FLOAT8:
         raise ConfigError(
             'zero_optimization.zero_quantized_weights_dtype = "float8_e4m3fn" needs a GPU of '
-            f'compute capability 8.9, and {device.device_kind} has {capability}: write "int8", '
-            "which takes as many bytes"
+            f"compute capability {FLOAT8}, and {device.device_kind} has {capability}: write "
+            '"int8", which takes as many bytes'
         )
 
 

@@ -50,7 +50,7 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
-from zerojax.plan.quantized import QuantizedWeights
+from zerojax.plan.quantized import Fp8Products, QuantizedWeights
 from zerojax.plan.rule import is_small
 from zerojax.plan.stored import pad, unpad, unwrap_stored, user_leaf
 from zerojax.plan.table import Summarized, Summary, Table, leaves_table
@@ -85,6 +85,7 @@ class Plan(Summarized):
         a pytree, so that ``jax.tree.map`` maps leaves as it maps arrays.
       compute: the parameters as the step computes with them, in the order of ``params``.
       quantized: the compute parameters that are gathered in low-bit blocks (qwZ).
+      fp8: the compute parameters whose products run in fp8.
     """
 
     mesh: Mesh
@@ -92,6 +93,7 @@ class Plan(Summarized):
     parts: Parts
     compute: tuple[Leaf, ...]
     quantized: QuantizedWeights
+    fp8: Fp8Products
 
     @functools.cached_property
     def axis(self) -> str:
@@ -271,7 +273,7 @@ class Plan(Summarized):
             for note in config.notes
             if note.status in ("default", "resolved", "no effect")
         ]
-        notes += [*self._far(), *self.live.notes, *self.quantized.notes]
+        notes += [*self._far(), *self.live.notes, *self.quantized.notes, *self.fp8.notes]
         platform = self.mesh.devices.flat[0].platform
         if config.xla and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")

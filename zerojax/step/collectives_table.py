@@ -50,7 +50,10 @@ class CollectivesTable:
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the rows as text, after a header. Rows that differ only in the array, as in
         unrolled layers, are merged."""
-        return [HEADS, *map(_cells, _merged_rows(self.rows))]
+        # Only products in fp8 read an array as it is sent.
+        compute = {row.compute for row in self.rows} > {""}
+        rows = [(*_cells(row), *[row.compute] * compute) for row in _merged_rows(self.rows)]
+        return [(*HEADS, *["compute"] * compute), *rows]
 
     def __str__(self) -> str:
         sums = self.bytes_by_kind()

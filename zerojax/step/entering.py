@@ -7,13 +7,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from zerojax.collectives import Inserter, Shard, gather_once
+from zerojax.collectives import Inserter, Shard, decisions, gather_once
 from zerojax.collectives.gather_once import KeptGather
 from zerojax.collectives.host import unpadded
+from zerojax.collectives.quantization import scale_of
 from zerojax.collectives.shard import Gathering
 from zerojax.offload.disk_params import DiskParam, ParamReader
+from zerojax.plan.layout import Spec
 from zerojax.plan.places import DEVICE, DISK
+from zerojax.plan.quantized import E4M3
 from zerojax.plan.state_sharding import Leaf, Plan
 from zerojax.xla.types import PyTree
 
@@ -75,10 +79,29 @@ def enter(
             spec = secondary
         gathering = Gathering(host=is_offloaded, quantized=is_quantized)
         entered.append(Shard(x, spec, gathering=gathering) if becomes_shard else x)
+    _set_scales(entered, inserter)
     # With `share` one gather serves all uses.
     live_paths = plan.live.paths if not inserter.share else ()
     live_indices = [i for i, leaf in enumerate(leaves) if leaf.path in live_paths]
     return BodyArrays(entered, gather_once.by_plan(entered, inserter, live_indices, field))
+
+
+def _set_scales(entered: list[jax.Array | Shard | None], inserter: Inserter) -> None:
+    """Sets the scales of the parameters that products multiply in fp8, from the largest element of
+    each matrix. XLA combines the all-reduces of all of them."""
+    specs: list[Spec] = []
+    n, ledger = 0, inserter.ledger
+    for i, x in enumerate(entered):
+        if isinstance(x, Shard) and inserter.sent.in_fp8(x.spec):
+            largest = jnp.max(jnp.abs(x.value), axis=(-2, -1))
+            field = "scales" if largest.ndim else "scale"
+            entered[i] = x.with_gathering(**{field: scale_of(largest, E4M3)})
+            specs.append(x.spec)
+            n += largest.size
+    reason = "the largest elements, for the scales of fp8"
+    if specs:
+        with ledger.place(decisions.ENTRY, reason), ledger.of(*specs):
+            ledger.maxima(jax.ShapeDtypeStruct((n,), jnp.bfloat16))
 
 
 def with_masters(entered: BodyArrays, masters: Sequence[jax.Array]) -> BodyArrays:

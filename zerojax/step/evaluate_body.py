@@ -124,11 +124,7 @@ def evaluate_body(
         outs = _micro_batches(setting, trace, closed, batch, roles, want)(given, replace)
     else:
         outs = inserter(closed, given, replace, want, host, rows)
-    if sent := ", ".join(dict.fromkeys(inserter.sent_unquantized)):
-        setting.states.warn_once(
-            f"{name}: zero_quantized_gradients: zerojax cannot tell each device's own part of the "
-            f"gradients of {sent}, and sends them in their own dtype"
-        )
+    _warn_of_formats(setting)
     results: tuple[Parts, PyTree] = jax.tree.map(
         # A result may be a Python number, which no equation computes.
         lambda like, x: jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x,
@@ -136,6 +132,22 @@ def evaluate_body(
         jax.tree.unflatten(jax.tree.structure(shapes), outs),
     )
     return results
+
+
+def _warn_of_formats(setting: StepSetting) -> None:
+    """Warns of arrays that the emitted step sends or multiplies in their own dtype despite the
+    config."""
+    name, inserter = setting.body.name, setting.inserter
+    if sent := ", ".join(dict.fromkeys(inserter.sent_unquantized)):
+        setting.states.warn_once(
+            f"{name}: zero_quantized_gradients: zerojax cannot tell each device's own part of the "
+            f"gradients of {sent}, and sends them in their own dtype"
+        )
+    if left := ", ".join(sorted(inserter.sent.multiplied - inserter.multiplied)):
+        setting.states.warn_once(
+            f"{name}: fp8: {left} are multiplied in their own dtype. Products in fp8 are of "
+            "matrices, and of stacks of matrices that a loop takes layer by layer"
+        )
 
 
 def _tracing(

@@ -17,7 +17,7 @@ from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
-from zerojax.plan.quantized import sent_formats
+from zerojax.plan.quantized import FP8_BOUND, sent_formats
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Further, RearrangedFunction, Signature
@@ -74,6 +74,8 @@ class StepSetting:
             )
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
+        if plan.fp8.leaves:
+            states.warn_once(FP8_BOUND)
         # Why the step may update only once, with the remedy.
         once = "fp16 does not support. Update once, or use bf16" if config.fp16 else ""
         if (k := self.layout.accumulation) > 1:
@@ -90,7 +92,7 @@ class StepSetting:
             # Below stage 3 a parameter is gathered once, and stays until the end of the step.
             keep=config.stage < 3,
             overlap=config.overlap_comm is not False,
-            sent=sent_formats(config),
+            sent=sent_formats(config)._replace(multiplied=plan.fp8.multiplied),
             thresholds=Thresholds(small=config.small_array_size, away=smallest_away(config)),
         )
 

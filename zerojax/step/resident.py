@@ -64,6 +64,7 @@ class ResidentStep:
             shards=axis_size(plan.mesh, plan.axis),
             layer=max(self.setting.inserter.layers, default=0),
             overlap=plan.config.overlap_comm is not False,
+            fp8=bool(plan.fp8.leaves),
         )
 
     def save_memory(self) -> None:

@@ -191,6 +191,8 @@ def left_open(
             f"{nearest_multiples(total, world)}"
         )
     stages = (1, 2, 3) if any(zero.get(key) for key in QUANTIZED) else (0, 1, 2, 3)
+    fp8 = fixed.get("fp8")
+    in_fp8 = isinstance(fp8, dict) and fp8.get("enabled") is True  # at stage 3, on the devices
     batches = Batches(
         micro=micro,
         accumulation=accumulation,
@@ -199,12 +201,14 @@ def left_open(
         world=world,
     )
     space = Space(
-        stages=(zero["stage"],) if "stage" in zero else stages,
+        stages=(zero["stage"],) if "stage" in zero else (3,) if in_fp8 else stages,
         remats=remats,
-        offloads=_offloads(zero),
+        offloads=("none",) if in_fp8 else _offloads(zero),
         batches=batches,
         live=load({"zero_optimization": {"stage": 3, LIVE: zero[LIVE]}}).stage3_max_live_parameters
         if LIVE in zero
+        else 0
+        if in_fp8
         else None,
     )
     return space, fixed

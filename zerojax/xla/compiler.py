@@ -108,6 +108,7 @@ def options(
     shards: int | None = None,
     layer: int = 0,
     overlap: bool = False,
+    fp8: bool = False,
 ) -> Options | None:
     """Returns compiler options for the mesh's platform; None if there are none to set.
 
@@ -118,6 +119,7 @@ def options(
       layer: Bytes of the largest layer that a loop prefetches, or whose reduction it defers; 0 if
         none.
       overlap: Whether collectives should overlap with computation.
+      fp8: Whether products multiply fp8 codes.
 
     Raises:
       ConfigError: This version of XLA lacks a chosen option.
@@ -146,12 +148,17 @@ def options(
         defaults["xla_gpu_enable_latency_hiding_scheduler"] = True
         # Otherwise a collective starts when the previous one has ended, and XLA waits for it.
         defaults["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
+    if fp8:
+        # XLA's own kernels multiply the dequantized operands in bfloat16, and so do products with
+        # concatenated weights: of q, k and v of a Llama 8B with 2048 tokens a device.
+        defaults["xla_gpu_enable_triton_gemm"] = False
+        defaults[DISABLED_PASSES] = MERGED_PRODUCTS
     if layer >= LEAST_LAYER:
         # Otherwise each iteration copies the layer that it produces over the one that it received.
         defaults["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
         # XLA's estimate counts the stacks of such a loop twice, and XLA would compute values again
         # in programs that fit: a Llama 7B on 8 H100s takes 1.98 s a step with it, 1.24 s without.
-        defaults[DISABLED_PASSES] = REMATERIALIZATION
+        defaults[DISABLED_PASSES] = ",".join([MERGED_PRODUCTS] * fp8 + [REMATERIALIZATION])
     if layer > COMBINED:
         # A device runs collectives one after the other: XLA would wait for one of two prefetches.
         defaults["xla_gpu_all_gather_combine_threshold_bytes"] = layer

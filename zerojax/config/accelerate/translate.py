@@ -235,7 +235,8 @@ def _precision(into: Translation, kind: str) -> None:
         return
     dtype = into.values[key] if key == "mixed_precision" else key
     if dtype == "fp8":
-        into.refuse(key, "the compute dtypes are bf16 and fp16; write bf16")
+        also = 'and "fp8": {"enabled": true} in the JSON for products in fp8'
+        into.refuse(key, f"the compute dtypes are bf16 and fp16; write bf16, {also}")
         return
     is_torch, has_fp16 = kind != "DEEPSPEED", "fp16" in into.raw
     # The dtype to turn off comes first: if the JSON turns it on, only this conflict is reported.

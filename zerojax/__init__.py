@@ -5,6 +5,7 @@ See :func:`zerojax.zero`.
 
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
+from re import findall as _findall
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -104,6 +105,14 @@ try:
     __version__ = _metadata.version("zerojax")
 except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
+
+# jax itself is not imported here. An older one lacks names that the first use would miss.
+_jax = _metadata.version("jax")
+if tuple(map(int, _findall(r"\d+", _jax)[:3])) < (0, 10, 2):
+    raise ImportError(
+        f"zerojax needs jax>=0.10.2, and jax {_jax} is installed: run pip install -U 'jax>=0.10.2' "
+        "in this environment"
+    )
 
 __all__ = [*_MODULES]
 

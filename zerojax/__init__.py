@@ -106,13 +106,17 @@ try:
 except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
-# jax itself is not imported here. An older one lacks names that the first use would miss.
-_jax = _metadata.version("jax")
-if tuple(map(int, _findall(r"\d+", _jax)[:3])) < (0, 10, 2):
-    raise ImportError(
-        f"zerojax needs jax>=0.10.2, and jax {_jax} is installed: run pip install -U 'jax>=0.10.2' "
-        "in this environment"
-    )
+
+def _require_jax(version: str) -> None:
+    """Refuses a jax that lacks names on which the first use of zerojax would fail."""
+    if tuple(map(int, _findall(r"\d+", version)[:3])) < (0, 10, 2):
+        raise ImportError(
+            f"zerojax needs jax>=0.10.2, and jax {version} is installed: run pip install -U "
+            "'jax>=0.10.2' in this environment"
+        )
+
+
+_require_jax(_metadata.version("jax"))
 
 __all__ = [*_MODULES]
 

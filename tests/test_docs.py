@@ -23,9 +23,10 @@ import typer
 import yaml
 from flax.training.train_state import TrainState
 from rooms import ROOMS
+from typer.testing import CliRunner
 
 import zerojax
-from zerojax.__main__ import COMMANDS
+from zerojax.__main__ import COMMANDS, app
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -37,7 +38,9 @@ FOLDERS = ("zerojax", "configs", "tests", "examples", "benchmarks", "pallas_kern
 NOT_RUN = 'python title="Not run by the tests: '
 """Begins the info of a block that cannot run here; the reason follows."""
 PRINTS = 'text title="prints"'
+PRINTS_AMONG_OTHERS = 'text title="prints, shortened"'
 """The info of a block with the output of the block before it, in lines of any length."""
+FIGURE = re.compile(r"\d[\d,]*\.?\d*")
 COMPILES = "zerojax.topology("
 """Stands in pages whose code compiles for devices that are absent."""
 
@@ -141,14 +144,11 @@ def test_the_code_of_a_page_runs(
 
 def assert_printed(printed: str, shown: str, where: str) -> None:
     """The same words, and figures within 2%; the length of a bar follows from its figure."""
-    both = [[w for w in text.split() if w.strip("█")] for text in (printed, shown)]
-    assert [_unless_figure(w) for w in both[0]] == [_unless_figure(w) for w in both[1]], where
-    figures = [[float(w) for w in words if not _unless_figure(w)] for words in both]
+    both = [[word for word in text.split() if word.strip("█─")] for text in (printed, shown)]
+    words = [[FIGURE.sub("", word) for word in each] for each in both]
+    assert words[0] == words[1], where
+    figures = [[float(n.replace(",", "")) for n in FIGURE.findall(" ".join(x))] for x in both]
     assert figures[0] == pytest.approx(figures[1], rel=0.02), where
-
-
-def _unless_figure(word: str) -> str:
-    return "" if re.fullmatch(r"\d+\.\d+", word) else word
 
 
 def test_a_figure_that_is_old_is_noticed() -> None:
@@ -156,6 +156,35 @@ def test_a_figure_that_is_old_is_noticed() -> None:
     for old in ("stage 3 ███ 2.95 GB", "stage 1 ███ 2.54 GB", "stage 3 ███ 2.54 MB"):
         with pytest.raises(AssertionError, match="page"):
             assert_printed("stage 3 ███ 2.54 GB", old, "page")
+
+
+def shortened() -> Iterator[Any]:
+    """The command and the lines of it that a page shows."""
+    for page in PAGES:
+        found = [*blocks(page)]
+        for before, block in itertools.pairwise(found):
+            if block.info == PRINTS_AMONG_OTHERS:
+                (words,) = re.findall(r"^python -m zerojax (.*)", before.text.replace("\\\n", " "))
+                yield pytest.param(words, block.text, id=f"{page.name}:{block.line}")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize(("command", "shown"), [*shortened()])
+def test_what_a_command_prints(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": None})
+    assert done.exit_code == 0, done.output
+    printed = {_words(line): line for line in done.output.splitlines()}
+    for line in filter(str.strip, shown.splitlines()):
+        assert _words(line) in printed, line
+        assert_printed(printed[_words(line)], line, line)
+
+
+def _words(line: str) -> str:
+    """A line without figures, bars and spaces."""
+    return re.sub(r"[\d.,█─\s]", "", line)
 
 
 @pytest.mark.usefixtures("quick_compile", "clone")

@@ -276,6 +276,52 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     assert [path for path in local if path and not (page.parent / path).exists()] == []
 
 
+@every_page
+def test_every_link_to_a_heading_of_the_docs_leads_to_it(page: Path) -> None:
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]*#[^)\s]*)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+            if anchor not in [re.sub(r"[-\s]+", "-", heading) for heading in plain]:
+                missing.append(link)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs/index.md", ROOT / "docs/steps.md"])
+@pytest.mark.parametrize(
+    "target",
+    ["#dropout-and-batchnorm", "#equinox", "#nnx", "generation.md", "checkpoints.md", "logging.md"],
+)
+def test_what_a_step_may_have_is_found_from_the_start(page: Path, target: str) -> None:
+    """On the page of steps, above its first code."""
+    assert f"{target})" in page.read_text().partition("<details")[0].replace("#in-the-program", "")
+
+
+@pytest.mark.parametrize(
+    "drawing", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name
+)
+def test_drawings_can_be_read_on_a_phone(drawing: Path) -> None:
+    """A screen of 390 pixels gives them 358."""
+    text = drawing.read_text()
+    width = int(re.search(r'viewBox="0 0 (\d+) ', text)[1])
+    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', text)]
+    assert min(sizes) * min(1, 358 / width) >= 9
+
+
+def test_code_breaks_behind_signs_and_blocks_stay() -> None:
+    with_breaks = runpy.run_path(str(ROOT / "docs/site/breaks.py"))["on_page_content"]
+    assert (
+        with_breaks('<a href="x.y_z.html_long">short</a>') == '<a href="x.y_z.html_long">short</a>'
+    )
+    assert with_breaks("<code>offload_optimizer</code>") == "<code>offload_<wbr>optimizer</code>"
+    block = "<pre><code>offload_optimizer</code></pre>"
+    assert with_breaks(block) == block
+    assert "&lt;<wbr>" not in with_breaks("zero_optimization&lt;=&quot;a&quot;")
+
+
 def test_leaf_paths_in_records_are_code() -> None:
     """Outside code, the site reads ``['params']['bias']`` as a link to a name it does not have."""
     for page in (ROOT / "benchmarks/records").glob("*.md"):

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -320,6 +321,14 @@ def test_code_breaks_behind_signs_and_blocks_stay() -> None:
     block = "<pre><code>offload_optimizer</code></pre>"
     assert with_breaks(block) == block
     assert "&lt;<wbr>" not in with_breaks("zero_optimization&lt;=&quot;a&quot;")
+
+
+def test_formulas_of_docstrings_become_text() -> None:
+    pytest.importorskip("griffe")
+    readable = runpy.run_path(str(ROOT / "docs/site/roles.py"))["readable"]
+    assert readable(".. math:: x \\cdot 2^{-1}\n") == "```text\nx · 2^(-1)\n```\n"
+    texts = [readable(inspect.getdoc(getattr(zerojax, name)) or "") for name in zerojax.__all__]
+    assert [text for text in texts if "\\" in text or "math:" in text] == []
 
 
 def test_leaf_paths_in_records_are_code() -> None:

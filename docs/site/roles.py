@@ -19,7 +19,7 @@ SIGNS = {
     r"\leftarrow": "←",
     r"\cdot": "·",
     r"\sum": "Σ",
-    r"\ell": "ℓ",
+    r"\ell": "l",
     r"\lVert": "‖",
     r"\rVert": "‖",
     r"\|": "‖",

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -23,9 +24,10 @@ import typer
 import yaml
 from flax.training.train_state import TrainState
 from rooms import ROOMS
+from typer.testing import CliRunner
 
 import zerojax
-from zerojax.__main__ import COMMANDS
+from zerojax.__main__ import COMMANDS, app
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -37,7 +39,9 @@ FOLDERS = ("zerojax", "configs", "tests", "examples", "benchmarks", "pallas_kern
 NOT_RUN = 'python title="Not run by the tests: '
 """Begins the info of a block that cannot run here; the reason follows."""
 PRINTS = 'text title="prints"'
+PRINTS_AMONG_OTHERS = 'text title="prints, shortened"'
 """The info of a block with the output of the block before it, in lines of any length."""
+FIGURE = re.compile(r"\d[\d,]*\.?\d*")
 COMPILES = "zerojax.topology("
 """Stands in pages whose code compiles for devices that are absent."""
 
@@ -74,7 +78,11 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def test_readme_is_short_and_starts_with_the_two_commands() -> None:
-    assert len(README.read_bytes()) <= 6000
+    text = README.read_text()
+    assert len(text.encode()) <= 4500
+    results = text.partition("## Results")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert results.count("\n- ") == 2  # three, each with its record
+    assert results.count("[record](benchmarks/records/") == 3
     run, test = next(blocks(README)).text.splitlines()
     assert run.endswith("-m examples.run_clm")
     assert "-m pytest" in test
@@ -132,7 +140,52 @@ def test_the_code_of_a_page_runs(
             for _ in range(1, times if COMPILES not in block.text else 1):
                 exec(code, namespace)
         elif block.info == PRINTS:
-            assert printed.split() == block.text.split(), f"{page.name}:{block.line}"
+            assert_printed(printed, block.text, f"{page.name}:{block.line}")
+
+
+def assert_printed(printed: str, shown: str, where: str) -> None:
+    """The same words, and figures within 2%; the length of a bar follows from its figure."""
+    both = [[word for word in text.split() if word.strip("█─")] for text in (printed, shown)]
+    words = [[FIGURE.sub("", word) for word in each] for each in both]
+    assert words[0] == words[1], where
+    figures = [[float(n.replace(",", "")) for n in FIGURE.findall(" ".join(x))] for x in both]
+    assert figures[0] == pytest.approx(figures[1], rel=0.02), where
+
+
+def test_a_figure_that_is_old_is_noticed() -> None:
+    assert_printed("stage 3 ███ 2.54 GB", "stage 3 ████ 2.52 GB", "page")
+    for old in ("stage 3 ███ 2.95 GB", "stage 1 ███ 2.54 GB", "stage 3 ███ 2.54 MB"):
+        with pytest.raises(AssertionError, match="page"):
+            assert_printed("stage 3 ███ 2.54 GB", old, "page")
+
+
+def shortened() -> Iterator[Any]:
+    """The command and the lines of it that a page shows."""
+    for page in PAGES:
+        found = [*blocks(page)]
+        for before, block in itertools.pairwise(found):
+            if block.info == PRINTS_AMONG_OTHERS:
+                (words,) = re.findall(r"^python -m zerojax (.*)", before.text.replace("\\\n", " "))
+                yield pytest.param(words, block.text, id=f"{page.name}:{block.line}")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize(("command", "shown"), [*shortened()])
+def test_what_a_command_prints(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": None})
+    assert done.exit_code == 0, done.output
+    printed = {_words(line): line for line in done.output.splitlines()}
+    for line in filter(str.strip, shown.splitlines()):
+        assert _words(line) in printed, line
+        assert_printed(printed[_words(line)], line, line)
+
+
+def _words(line: str) -> str:
+    """A line without figures, bars and spaces."""
+    return re.sub(r"[\d.,█─\s]", "", line)
 
 
 @pytest.mark.usefixtures("quick_compile", "clone")
@@ -187,7 +240,7 @@ def test_the_readmes_program_runs_as_written(compiled_in: dict[str, str]) -> Non
     assert found is not None
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **compiled_in}
-    command = found[1].replace("python", shlex.quote(sys.executable))
+    command = found[1].replace(".venv/bin/python", shlex.quote(sys.executable))
     done = subprocess.run(
         command, shell=True, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True,
@@ -199,7 +252,7 @@ def test_the_readmes_program_runs_as_written(compiled_in: dict[str, str]) -> Non
 def test_the_readmes_first_command_installs_what_its_plan_needs() -> None:
     (extras,) = re.findall(r"\[([\w,]*)\]' && .venv/bin/python -m examples", README.read_text())
     assert "compile" in extras.split(",")
-    assert "`python -m zerojax plan" in README.read_text()
+    assert "`.venv/bin/python -m zerojax plan" in README.read_text()
 
 
 def test_commands_that_install_an_extra_work_from_a_clone() -> None:
@@ -222,6 +275,60 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     local = [link.partition("#")[0] for link in links if "://" not in link]
     assert [path for path in local if path and not (page.parent / path).exists()] == []
+
+
+@every_page
+def test_every_link_to_a_heading_of_the_docs_leads_to_it(page: Path) -> None:
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]*#[^)\s]*)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+            if anchor not in [re.sub(r"[-\s]+", "-", heading) for heading in plain]:
+                missing.append(link)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs/index.md", ROOT / "docs/steps.md"])
+@pytest.mark.parametrize(
+    "target",
+    ["#dropout-and-batchnorm", "#equinox", "#nnx", "generation.md", "checkpoints.md", "logging.md"],
+)
+def test_what_a_step_may_have_is_found_from_the_start(page: Path, target: str) -> None:
+    """On the page of steps, above its first code."""
+    assert f"{target})" in page.read_text().partition("<details")[0].replace("#in-the-program", "")
+
+
+@pytest.mark.parametrize(
+    "drawing", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name
+)
+def test_drawings_can_be_read_on_a_phone(drawing: Path) -> None:
+    """A screen of 390 pixels gives them 358."""
+    text = drawing.read_text()
+    width = int(re.search(r'viewBox="0 0 (\d+) ', text)[1])
+    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', text)]
+    assert min(sizes) * min(1, 358 / width) >= 9
+
+
+def test_code_breaks_behind_signs_and_blocks_stay() -> None:
+    with_breaks = runpy.run_path(str(ROOT / "docs/site/breaks.py"))["on_page_content"]
+    assert (
+        with_breaks('<a href="x.y_z.html_long">short</a>') == '<a href="x.y_z.html_long">short</a>'
+    )
+    assert with_breaks("<code>offload_optimizer</code>") == "<code>offload_<wbr>optimizer</code>"
+    block = "<pre><code>offload_optimizer</code></pre>"
+    assert with_breaks(block) == block
+    assert "&lt;<wbr>" not in with_breaks("zero_optimization&lt;=&quot;a&quot;")
+
+
+def test_formulas_of_docstrings_become_text() -> None:
+    pytest.importorskip("griffe")
+    readable = runpy.run_path(str(ROOT / "docs/site/roles.py"))["readable"]
+    assert readable(".. math:: x \\cdot 2^{-1}\n") == "```text\nx · 2^(-1)\n```\n"
+    texts = [readable(inspect.getdoc(getattr(zerojax, name)) or "") for name in zerojax.__all__]
+    assert [text for text in texts if "\\" in text or "math:" in text] == []
 
 
 def test_leaf_paths_in_records_are_code() -> None:

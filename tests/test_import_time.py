@@ -1,15 +1,18 @@
 """``import zerojax`` loads no more than what is used needs, and shows the API and nothing else."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zerojax
 
+ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import json, sys
 import flax.linen, flax.nnx, jax, optax
@@ -59,6 +62,21 @@ def test_import_alone_loads_no_jax() -> None:
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert told[0] == "False"
     assert int(told[1]) < 400
+
+
+@pytest.mark.parametrize(("version", "code"), [("0.9.2", 1), ("0.10.1.dev1", 1), ("0.11.0rc1", 0)])
+def test_an_older_jax_is_refused_at_the_import(version: str, code: int, tmp_path: Path) -> None:
+    info = tmp_path / f"jax-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: jax\nVersion: {version}\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", "import zerojax"], cwd=ROOT, env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code
+    told = f"zerojax needs jax>=0.10.2, and jax {version} is installed: run pip install -U"
+    assert (told in done.stderr) == bool(code)
 
 
 def test_dir_is_the_api() -> None:

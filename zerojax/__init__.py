@@ -5,6 +5,7 @@ See :func:`zerojax.zero`.
 
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
+from re import findall as _findall
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -104,6 +105,18 @@ try:
     __version__ = _metadata.version("zerojax")
 except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
+
+
+def _require_jax(version: str) -> None:
+    """Refuses a jax that lacks names on which the first use of zerojax would fail."""
+    if tuple(map(int, _findall(r"\d+", version)[:3])) < (0, 10, 2):
+        raise ImportError(
+            f"zerojax needs jax>=0.10.2, and jax {version} is installed: run pip install -U "
+            "'jax>=0.10.2' in this environment"
+        )
+
+
+_require_jax(_metadata.version("jax"))
 
 __all__ = [*_MODULES]
 

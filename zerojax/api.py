@@ -426,6 +426,13 @@ def zero(
     if config is None and auto:
         raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")
     resolved = ZeroConfig.from_keywords(**keywords) if config is None else load(config, auto=auto)
+    if keywords and "stage" not in keywords:
+        shown = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+        log.warning(
+            "zerojax.zero(%s) has no stage, and at stage 0 nothing is sharded: write "
+            "zerojax.zero(stage=3, %s), or stage=0.",
+            *(shown, shown),
+        )
     both = {"check_finite": check_finite, "accumulate_statistics": accumulate_statistics}
     given: dict[str, Any] = {name: value for name, value in both.items() if value is not None}
     if given:

@@ -3,13 +3,12 @@
 Example::
 
     mesh = data_mesh(None)        # 8 virtual devices on a laptop, all GPUs on a GPU machine
-    device_bytes(mesh)            # Memory(bytes=7340032, kind="live arrays")
+    device_bytes(mesh)            # 7340032
 """
 
 import math
 import os
 import pathlib
-from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -64,19 +63,13 @@ def accelerator_present() -> bool:
     return any(next(pathlib.Path("/").glob(sign), None) for sign in signs)
 
 
-class Memory(NamedTuple):
-    """Bytes on the fullest device, and what was counted."""
-
-    bytes: int
-    kind: str
-
-
-def device_bytes(mesh: Mesh) -> Memory:
-    """The device's own peak where it keeps one, else the bytes of the placed arrays alive now."""
+def device_bytes(mesh: Mesh) -> int:
+    """Bytes on the fullest device: its own peak where it keeps one, else the placed arrays that are
+    alive now, of which a caller takes the largest."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if all("peak_bytes_in_use" in s for s in stats):
-        return Memory(max(s["peak_bytes_in_use"] for s in stats), "peak")
-    return Memory(sum(map(_bytes_on_each, jax.live_arrays())), "live arrays")
+        return max(s["peak_bytes_in_use"] for s in stats)
+    return sum(map(_bytes_on_each, jax.live_arrays()))
 
 
 def _bytes_on_each(array: jax.Array) -> int:

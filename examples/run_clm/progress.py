@@ -9,19 +9,22 @@ Example::
 """
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 import zerojax
-from examples.run_clm.devices import Memory, device_bytes
+from examples.run_clm.devices import device_bytes
 
 PLAIN_LINES = 20
+BAR = 10  # columns that the bar has at least
+TIMED = 5  # steps before their rate is shown: the first ones still fill caches
 
 
 class Progress:
@@ -35,11 +38,11 @@ class Progress:
         self._timed_steps, self._seconds = 0, 0.0
         self._mark: float | None = None
         self._pending: jax.Array | None = None
-        self._told = ""
+        self._told: list[str] = []
         self._bar = Bar(
-            TextColumn("[bold]step {task.completed:>5}/{task.total}"),
+            TextColumn("[bold]step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
-            TextColumn("loss [bold]{task.fields[loss]}[/]  {task.fields[rates]}"),
+            TextColumn("loss [bold]{task.fields[loss]}[/]{task.fields[rates]}"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -59,6 +62,10 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
+    def __rich__(self) -> RenderableType:
+        """The status line."""
+        return self._bar.get_renderable()
+
     def advance(self, step: int, loss: jax.Array, state: Any) -> None:
         """Step `step` (from 1) is under way. Waits for the one before, so one is in flight;
         now and then for this one, to read its learning rate and loss scale from the state."""
@@ -73,9 +80,12 @@ class Progress:
             self._timed_steps += 1
         self._mark = now
         self.peak = max(self.peak, device_bytes(self.mesh))
-        self._bar.update(self._task, completed=step, loss=f"{shown:.3f}", rates=self._rates())
+        loss_text, said = f"{shown:.3f}", self._figures()
+        others = f"step {self.steps}/{self.steps} loss {loss_text} 0:00:00 "
+        rates = fitting(said, self.console.width - len(others) - BAR)
+        self._bar.update(self._task, completed=step, loss=loss_text, rates=rates)
         if due and not self.console.is_terminal:
-            self.console.print(self._line(step, f"loss {shown:.3f}  {self._rates()}"))
+            self.console.print(self._line(step, "  ".join([f"loss {loss_text}", *said])))
 
     def held_out(self, step: int, loss: float) -> None:
         """Held-out loss after `step` steps. The time since the last step is not counted."""
@@ -89,24 +99,40 @@ class Progress:
         """Over all timed steps; 0 before there are two."""
         return self._timed_steps * self.step_tokens / self._seconds if self._seconds else 0.0
 
-    def _rates(self) -> str:
-        return f"{self._told}{self.tokens_per_second:,.0f} tokens/s  {told(self.peak)}"
+    def _figures(self) -> list[str]:
+        """What a line says behind the loss, in the order in which a narrow terminal keeps it."""
+        timed = self._timed_steps >= TIMED
+        speed = [f"{self.tokens_per_second:,.0f} tokens/s"] if timed else []
+        return [*speed, told(self.peak), *self._told]
 
     def _line(self, step: int, text: str) -> str:
         return f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}"
 
 
-def figures(telemetry: dict[str, jax.Array]) -> str:
+def figures(telemetry: dict[str, jax.Array]) -> list[str]:
     """Rate and gradient norm; with fp16 the loss scale and the steps that were skipped."""
     values = {name: float(value) for name, value in telemetry.items()}
-    text = f"lr {values['learning_rate']:.3g}  grad norm {values['grad_norm']:.3g}  "
+    found = [f"lr {values['learning_rate']:.3g}", f"grad norm {values['grad_norm']:.3g}"]
     if values["loss_scale"] != 1:
-        text += f"loss scale {values['loss_scale']:g}  "
+        found.append(f"loss scale {values['loss_scale']:g}")
     if values["skipped_steps"]:
-        text += f"skipped {values['skipped_steps']:.0f}  "
+        found.append(f"skipped {values['skipped_steps']:.0f}")
+    return found
+
+
+def fitting(figures: Sequence[str], columns: int) -> str:
+    """The first of the figures, as many as have room in so many columns, each behind two spaces.
+
+    Example: fitting(["199 tokens/s", "peak 4.0 MB/device"], 30) == "  199 tokens/s".
+    """
+    text = ""
+    for each in figures:
+        if len(text) + 2 + len(each) > columns:
+            break
+        text += f"  {each}"
     return text
 
 
-def told(memory: Memory) -> str:
-    """Example: told(Memory(7_340_032, "peak")) == "7.3 MB/device (peak)"."""
-    return f"{memory.bytes / 1e6:,.1f} MB/device ({memory.kind})"
+def told(peak: int) -> str:
+    """Example: told(7_340_032) == "peak 7.3 MB/device"."""
+    return f"peak {peak / 1e6:,.1f} MB/device"

@@ -3,11 +3,12 @@
 Example::
 
     console.print(bytes_by_stage(zero, create_state, key))
-    console.print(summary(history, progress, folder))
+    console.print(summary(history, progress, folder, job))
 """
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -131,13 +132,18 @@ def preempted(folder: RunFolder, steps: int) -> str:
     )
 
 
-def summary(history: History, progress: Progress, folder: RunFolder) -> str:
-    """One line: held-out loss before -> after, exp of it (perplexity), tokens/s, peak bytes per
-    device, paths."""
+def summary(history: History, progress: Progress, folder: RunFolder, job: Job) -> str:
+    """Held-out loss before -> after, exp of it (perplexity), tokens/s, peak bytes per device; the
+    files that were written; the command that reads them."""
     before, after = history.held_out[0][1], history.held_out[-1][1]
-    return (
+    lines = [
         f"held-out loss {before:.3f} -> [bold]{after:.3f}[/] | "
         f"perplexity {math.exp(after):.4g} | {progress.tokens_per_second:,.0f} tokens/s | "
-        f"{told(progress.peak)} | "
-        f"checkpoint {folder.checkpoints}/{folder.step} | curve {folder.curve}"
-    )
+        f"{told(progress.peak)}",
+        f"wrote the checkpoint {job.output_dir}/checkpoints/{folder.step} and the curve "
+        f"{job.output_dir}/{folder.curve.name}",
+    ]
+    if job.tokenizer_name is None:
+        run = shlex.quote(str(job.output_dir))
+        lines.append(f'next: python -m examples.generate --run {run} --prompt "import "')
+    return "\n".join(lines)

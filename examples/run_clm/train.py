@@ -121,5 +121,5 @@ def train(job: Job, console: Console) -> Outcome:
         if outcome.preempted:
             console.print(report.preempted(folder, steps))
         else:
-            console.print(report.summary(history, progress, folder))
+            console.print(report.summary(history, progress, folder, job), soft_wrap=True)
         return outcome

@@ -5,8 +5,6 @@ import dataclasses
 import numpy as np
 from rich.table import Table
 
-from examples.run_clm.devices import Memory
-
 
 def accuracy(predicted: np.ndarray, labels: np.ndarray) -> float:
     """The share of rows that are right."""
@@ -39,7 +37,7 @@ class Result:
     """
 
     batch_per_device: int
-    memory: Memory
+    memory: int
     samples_per_second: float
     epoch_seconds: float
     evaluation_seconds: float
@@ -54,7 +52,7 @@ class Result:
         table = Table(box=None, show_header=False)
         for name, figure in {
             "rows of a device and update": str(self.batch_per_device),
-            f"memory a device ({self.memory.kind})": f"{self.memory.bytes / 1e6:,.2f} MB",
+            "peak memory a device": f"{self.memory / 1e6:,.2f} MB",
             "samples/s": f"{self.samples_per_second:,.0f}",
             "an epoch": f"{self.epoch_seconds:.2f} s",
             "an evaluation": f"{self.evaluation_seconds:.2f} s",

@@ -15,7 +15,7 @@ from rich.progress import track
 
 import zerojax
 from examples.run_clm.data import read_text
-from examples.run_clm.devices import Memory, data_mesh, device_bytes
+from examples.run_clm.devices import data_mesh, device_bytes
 from examples.run_glue import data
 from examples.run_glue.classifier import Classifier, of_folder, of_size
 from examples.run_glue.job import Job
@@ -91,7 +91,7 @@ def train(job: Job, console: Console) -> Result:
     state = state.replace(params=classifier.loaded(state.params, init_key))
     scores = evaluated(state)
     console.print(f"before training: accuracy {scores[0]:.3f}, F1 {scores[1]:.3f}")
-    seconds, timed, step, losses, memory = 0.0, 0, 0, [jnp.nan], Memory(0, "")
+    seconds, timed, step, losses, memory = 0.0, 0, 0, [jnp.nan], 0
     for number in range(job.num_train_epochs):
         losses = []
         batches = data.epoch(arrays, rows, job.seed, number)

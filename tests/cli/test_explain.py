@@ -31,7 +31,7 @@ def path(tmp_path):
 
 
 def run(*args):
-    return CliRunner().invoke(app, ["explain", *map(str, args)], env={"COLUMNS": "40"})
+    return CliRunner().invoke(app, ["explain", *map(str, args)], env={"COLUMNS": "1000"})
 
 
 def test_one_line_a_key_where_it_is_piped(path):
@@ -104,7 +104,7 @@ def test_the_module_runs(path):
         capture_output=True,
         text=True,
         encoding="utf-8",
-        env=os.environ | {"COLUMNS": "40", "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
+        env=os.environ | {"COLUMNS": "1000", "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr == ""

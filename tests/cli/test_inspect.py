@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def damage(folder: Path) -> Path:
 
 
 def run(*args: Any) -> Any:
-    return CliRunner().invoke(app, ["inspect", *map(str, args)], env={"COLUMNS": "40"})
+    return CliRunner().invoke(app, ["inspect", *map(str, args)], env={"COLUMNS": "1000"})
 
 
 def row(output: str, first: str) -> list[str]:
@@ -50,6 +51,13 @@ def test_complete_steps(made: Path) -> None:
     assert about[4].split()[:6] == ["dtypes:", "float32", "12.3", "kB,", "bfloat16", "160"]
     assert about[5].split() == ["metrics:", "loss", "2.5"]
     assert "restore(" not in result.output
+
+
+def test_the_folder_of_a_run(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "run" / "checkpoints")
+    result = run(tmp_path / "run", "--quick")
+    assert result.exit_code == 0, result.output
+    assert row(result.output, "100") == row(run(made, "--quick").output, "100")
 
 
 def test_arrays_are_listed(made: Path) -> None:

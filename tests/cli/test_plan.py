@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> Path:
 
 def run(config: Path, *args: Any, model: str = "mine:sound", devices: str = "h100:8") -> Any:
     given = ["--model", model, "--config", config, "--devices", devices, "--seq", 16, *args]
-    return CliRunner().invoke(app, ["plan", *map(str, given)], env={"COLUMNS": "40"})
+    return CliRunner().invoke(app, ["plan", *map(str, given)], env={"COLUMNS": "1000"})
 
 
 def refused(result: Any) -> str:
@@ -207,7 +207,7 @@ def test_configs_that_will_not_do(config: Path) -> None:
 def test_the_module_runs(config: Path) -> None:
     """Without a GPU, and with nothing but the tables on stdout and nothing on stderr."""
     environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
-    environment |= {"COLUMNS": "40", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "tpu"}
+    environment |= {"COLUMNS": "1000", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "tpu"}
     command = ["--model", "mine:sound", "--config", str(config), "--devices", "h100:8"]
     done = subprocess.run(
         [sys.executable, "-m", "zerojax", "plan", *command, "--seq", "16", "--no-remat"],

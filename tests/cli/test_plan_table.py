@@ -48,6 +48,15 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(word not in whole for word in ("does not fit", "host memory", "disk", "PREALLOC"))
 
 
+def test_words_of_the_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    made = cost()
+    memory = {**made.memory, "other": GB, "gaps": GB}
+    lines = printed(planned(forecast(dataclasses.replace(made, memory=memory))), capsys)
+    for word in ("hidden", "other", "gaps"):
+        assert len([line for line in lines if line.startswith(f"{word}: ")]) == 1
+    assert not [line for line in printed(planned(), capsys) if line.startswith(("other:", "gaps:"))]
+
+
 def test_traffic_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     traffic = (Traffic("all-gather", ("bf16",), 10, 8 * GB, GB, 0.5, 0.1),)
     lines = printed(planned(forecast(cost(traffic=traffic))), capsys)

@@ -98,6 +98,60 @@ def test_a_batch_before_the_state() -> None:
     assert "defined as train_step(state, batch), swap the arguments" in caught.value.__notes__[0]
 
 
+class Tensor:
+    """A tensor of another library: its dtype is not one of NumPy's."""
+
+    shape, dtype = (8, 4), "torch.float32"
+
+    def numpy(self) -> np.ndarray:
+        return np.ones(self.shape, np.float32)
+
+
+def test_the_error_about_a_tensor_of_another_library_says_how_to_convert_it() -> None:
+    zero = zerojax.zero(stage=1)
+    state = zero.init(lambda: {"w": jnp.ones(4)})
+    message = r"the batch\['x'\] is a [\w.]*Tensor: pass its NumPy array, x.numpy\(\)"
+    with pytest.raises(TypeError, match=message):
+        zero(lambda state, batch: state)(state, {"x": Tensor()})
+
+
+def test_an_error_about_floating_labels_says_what_to_pass() -> None:
+    zero = zerojax.zero(stage=1)
+
+    @zero
+    def train_step(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> Any:
+        def loss_fn(params: dict[str, jax.Array]) -> jax.Array:
+            logits = batch["x"] @ params["w"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss_fn)(params))
+
+    params = zero.init(lambda: {"w": jnp.ones((4, 3))})
+    batch = {"x": np.ones((8, 4), np.float32), "y": np.zeros(8, np.float32)}
+    with pytest.raises(TypeError, match="integer") as caught:
+        train_step(params, batch)
+    assert "if these are labels, pass labels.astype(np.int32)" in caught.value.__notes__[0]
+
+
+def test_a_number_in_place_of_a_key_is_named() -> None:
+    with pytest.raises(TypeError) as caught:
+        zerojax.zero(stage=1).init(lambda key: {"w": jax.random.normal(key, (8,))}, 0)
+    assert "pass jax.random.key(0)." in caught.value.__notes__[0]
+
+
+def test_keywords_without_a_stage_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    zerojax.zero(bf16=True)
+    (record,) = caplog.records
+    assert (
+        "at stage 0 nothing is sharded: write zerojax.zero(stage=3, bf16=True)"
+        in record.getMessage()
+    )
+    caplog.clear()
+    zerojax.zero(stage=0, bf16=True)
+    zerojax.zero({"bf16": {"enabled": True}})  # as DeepSpeed, whose default is stage 0
+    assert caplog.records == []
+
+
 class TestStatic:
     def test_arguments_by_position_and_name(self) -> None:
         zero = zerojax.zero(stage=1)

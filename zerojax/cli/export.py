@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
+from zerojax.cli.options import AsJson, found_checkpoint, wrong_input
 from zerojax.cli.terminal import print_json, progress_bar
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def export(
 
     Exits with 2 for bad input and with 1 if CHECKPOINT is damaged; both leave OUT unchanged.
     """
-    check_checkpoint(checkpoint)
+    checkpoint = found_checkpoint(checkpoint)
     import jax
 
     from zerojax.checkpoint import CheckpointError, DamagedCheckpointError

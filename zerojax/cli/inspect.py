@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
+from zerojax.cli.options import AsJson, found_checkpoint, wrong_input
 from zerojax.cli.terminal import progress_bar
 
 
@@ -35,7 +35,7 @@ def inspect(
 
     Exits with 0 if no step is damaged, with 1 if a step is, and with 2 if there is no step.
     """
-    check_checkpoint(checkpoint)
+    checkpoint = found_checkpoint(checkpoint)
     import jax
 
     from zerojax.checkpoint import CheckpointError

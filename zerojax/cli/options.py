@@ -72,10 +72,16 @@ def wrong_input(message: object) -> NoReturn:
     raise typer.Exit(2)
 
 
-def check_checkpoint(checkpoint: str) -> None:
-    """Exits with 2 if the folder of a checkpoint does not exist; buckets are not looked at."""
-    if "://" not in checkpoint and not Path(checkpoint).exists():
+def found_checkpoint(checkpoint: str) -> str:
+    """Returns the folder of a checkpoint: the given one, or the folder ``checkpoints`` in it, in
+    which Trainer and the examples save. Exits with 2 if there is none; buckets are not looked at.
+    """
+    if "://" in checkpoint:
+        return checkpoint
+    if not Path(checkpoint).exists():
         wrong_input(f"{checkpoint} does not exist (looked in {Path.cwd()}); check the path")
+    below = Path(checkpoint, "checkpoints")
+    return str(below) if below.is_dir() else checkpoint
 
 
 def check_picture(path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.devices.topology import device_kinds
-from zerojax.foresight.attribution import KINDS
+from zerojax.foresight.attribution import GAPS, KINDS, OTHER
 from zerojax.foresight.choice import Remat, changes
 from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic
 from zerojax.foresight.trials import Trial
@@ -27,12 +27,18 @@ ATTENTION: dict[str | None, str] = {
     "cudnn": ", attention by cuDNN (assumed where no cuDNN is)",
 }
 
+_MEANINGS = {
+    OTHER: "other: temporaries of none of these kinds, such as XLA's copies in another layout",
+    GAPS: "gaps: free memory between the temporaries of the peak (fragmentation)",
+}
+
 
 def show(planned: Planned) -> None:
     """Prints the needs of a step and, if searched for, the settings with which it fits."""
     console = terminal.console()
     for part in _parts(planned, "█" if console.encoding.startswith("utf") else "#"):
-        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=True)
+        text = Text(part) if isinstance(part, str) else part
+        console.print(text, soft_wrap=isinstance(text, Text))
 
 
 def _parts(planned: Planned, mark: str) -> Iterator[str | Text | Table]:
@@ -45,6 +51,7 @@ def _parts(planned: Planned, mark: str) -> Iterator[str | Text | Table]:
     yield from _about_memory(planned)
     if forecast.traffic:
         yield _traffic(forecast)
+        yield "hidden: the share of the time in which the device computes meanwhile"
     yield from _about_time(forecast)
     if planned.remedies:
         yield "\nWhat fits, cheapest first, each compiled:"
@@ -138,6 +145,7 @@ def _programs(forecast: Forecast) -> Table:
 
 def _about_memory(planned: Planned) -> Iterator[str]:
     forecast = planned.forecast
+    yield from (text for kind, text in _MEANINGS.items() if kind in forecast.peak.memory)
     last = forecast.programs[-1]
     if last.compile.refused:
         yield f"XLA refuses {last.name!r}: it needs at least this much memory."

@@ -6,9 +6,10 @@ import functools
 import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -21,8 +22,10 @@ _PIPED = 10_000
 
 
 def console() -> Console:
-    """Returns a console on stdout. If stdout is not a terminal, no cell is cut or wrapped."""
-    return Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    """Returns a console on stdout, as wide as the terminal, or as ``COLUMNS`` says. Elsewhere no
+    cell is wrapped."""
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_known else _PIPED, highlight=False)
 
 
 def table(columns: Mapping[str, Callable[[R], str | Text]], rows: Iterable[R]) -> Table:
@@ -38,7 +41,9 @@ def table(columns: Mapping[str, Callable[[R], str | Text]], rows: Iterable[R]) -
     is_used = [any(map(len, cells)) for cells in zip(*lines, strict=True)]
     for head in itertools.compress(columns, is_used):
         name = head.removeprefix(">")
-        result.add_column(name, justify="right" if name != head else "left", overflow="fold")
+        right = name != head  # of figures, which stay whole
+        justify: Literal["left", "right"] = "right" if right else "left"
+        result.add_column(name, justify=justify, overflow="fold", no_wrap=right)
     for line in lines:
         cells = itertools.compress(line, is_used)
         result.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))

@@ -96,7 +96,7 @@ class Settings:
         "data_types.",
         k.optional(k.DTYPE),
         None,
-        "of the sum of micro-batches; null: the gradient's",
+        "dtype of the sum over micro-batches; null: the gradient's",
     )
     stage3_param_persistence_threshold: int = setting(
         _Z, k.SIZE, 100_000, "parameters of fewer elements are replicated"
@@ -109,7 +109,7 @@ class Settings:
         _Z,
         k.SIZE,
         0,
-        "so many elements of parameters stay gathered over an update, the largest first; 0: none",
+        "elements of parameters that stay gathered over an update, the largest first; 0: none",
         auto=f"0: nothing stays gathered; {FIT} writes as many as fit, where they pay",
     )
     stage3_max_reuse_distance: int | None = setting(

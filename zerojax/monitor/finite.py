@@ -82,7 +82,8 @@ class FiniteWatch(StepQueue[Finiteness]):
         self._warned = True
         log.warning(
             "step %d: %s no longer finite (NaN or inf), and the update used it. Look at "
-            "the batch of that step, or lower the learning rate; "
+            "the batch of that step, where labels must be from 0 to the number of classes - 1, or "
+            "lower the learning rate; "
             "zerojax.zero(..., check_finite=True) skips such steps and counts them. "
             "This warning is not repeated.",
             step,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 
 from zerojax.config import ZeroConfig
@@ -34,7 +33,7 @@ def progress(
     parts = [
         f"step={int(report['step'])}",
         f"skipped={int(report['skipped_steps'])}",
-        f"lr=[{rate if is_known(rate) else math.nan:.7g}]",
+        f"lr=[{rate:.7g}]" if is_known(rate) else "lr=[unknown]",
     ]
     if momentum is not None:
         parts.append(f"mom=[{momentum}]")

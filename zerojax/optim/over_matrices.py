@@ -32,7 +32,7 @@ def over_matrices(fn: Function) -> Callable[[PyTree], PyTree]:
 
     for all leading indices :math:`i` of each array. An optimizer that computes with matrices in
     full, such as Muon, needs it under ZeRO, which shards every matrix: in a decorated step each
-    device computes with some of the matrices: an all-to-all brings them there, and another brings
+    device computes with some of the matrices. An all-to-all brings them there, and another brings
     the results back to the shards. Those of one shape and dtype run as one stack; those that do not
     divide among the devices are sent together, whatever their shapes, one to a device. XLA would
     gather every matrix on every device. Cast before the call: the arrays are sent in their dtype.

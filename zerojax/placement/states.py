@@ -3,9 +3,10 @@ arrays are created on the devices. :mod:`zerojax.placement.state_placer` places 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
@@ -374,7 +375,8 @@ class States:
         def make(*arrays: jax.Array) -> Parts:
             rest = iter(arrays)
             given = [next(rest) if array else x for x, array in zip(leaves, traced, strict=True)]
-            created = create(*jax.tree.unflatten(tree, given))
+            with _with_note_on_seeds(args):
+                created = create(*jax.tree.unflatten(tree, given))
             state = self.open(created if type(created) is tuple else (created,))
             # Shapes in place of the tracers, which must not leave the trace.
             shapes = jax.tree.map(jaxprs.like, state.parts)
@@ -418,6 +420,21 @@ def split_state(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Open
     if len(objects) == 1 and is_train_state(*objects):
         return open_state(*objects)
     return open_pytree(objects)
+
+
+@contextlib.contextmanager
+def _with_note_on_seeds(args: Sequence[PyTree]) -> Iterator[None]:
+    """Adds to an error of the function that creates a state that a number is no random key."""
+    try:
+        yield
+    except Exception as error:
+        seeds = [x for x in args if isinstance(x, int) and not isinstance(x, bool)]
+        if seeds:
+            error.add_note(
+                f"zerojax: {seeds[0]} was passed as a number. Where a random key is meant, pass "
+                f"jax.random.key({seeds[0]})."
+            )
+        raise
 
 
 def _in_user_form(opened: OpenedState, parts: Parts) -> PyTree:

@@ -105,6 +105,11 @@ class BatchLayout(BatchPlacer):
         """Refuses text, and arrays without the dimension of rows; scalars are allowed."""
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             dtype = getattr(x, "dtype", None)
+            if hasattr(x, "numpy"):  # a tensor of torch or TensorFlow, whose dtype JAX rejects
+                raise TypeError(
+                    f"the batch{jax.tree_util.keystr(path)} is a {type(x).__module__}."
+                    f"{type(x).__name__}: pass its NumPy array, x.numpy()."
+                )
             is_number = isinstance(x, bool) or is_array(x)
             if not is_number or getattr(dtype, "kind", "f") in _NOT_NUMBERS:
                 kind = f"{type(x).__name__}" + (f" of dtype {dtype}" if dtype else "")

@@ -186,8 +186,8 @@ class RearrangedFunction:
 
 @contextlib.contextmanager
 def _with_remedies(name: str, signature: Signature) -> Iterator[None]:
-    """Adds remedies to the errors of a function that names an axis that only a ``pmap`` has, or
-    that was called with the batch before the state."""
+    """Adds remedies to the errors of a function that names an axis that only a ``pmap`` has, that
+    was called with the batch before the state, or that takes floating labels."""
     try:
         yield
     except (AttributeError, TypeError, LookupError) as error:
@@ -196,6 +196,8 @@ def _with_remedies(name: str, signature: Signature) -> Iterator[None]:
                 f"zerojax: {name} was called with the batch first, and the state after it. If it "
                 f"is defined as {name}(state, batch), swap the arguments."
             )
+        if "integer" in str(error):  # optax's, flax's or an index's
+            error.add_note("zerojax: if these are labels, pass labels.astype(np.int32).")
         raise
     except NameError as error:
         if "unbound axis name" not in str(error):

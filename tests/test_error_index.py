@@ -11,7 +11,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/errors.md").read_text()
+PAGES = sorted((ROOT / "docs/errors").glob("*.md"))
+PAGE = "\n".join(page.read_text() for page in PAGES)
+OF_THE_SITE = SimpleNamespace(file=SimpleNamespace(src_uri="errors/config.md"))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def test_each_room_with_messages_is_in_one_topic(index: ModuleType) -> None:
 
 
 def test_every_message_that_a_raise_has_is_on_the_page(index: ModuleType) -> None:
-    page = index.on_page_markdown(PAGE, SimpleNamespace(file=SimpleNamespace(src_uri="errors.md")))
+    page = index.on_page_markdown(PAGE, OF_THE_SITE)
     text = html.unescape(page.replace("<br>", "\n"))
     missing = []
     for module in index.modules():
@@ -50,7 +52,7 @@ def test_every_message_that_a_raise_has_is_on_the_page(index: ModuleType) -> Non
 
 
 def test_every_entry_has_an_anchor_of_its_own_and_is_in_the_source(index: ModuleType) -> None:
-    page = index.on_page_markdown(PAGE, SimpleNamespace(file=SimpleNamespace(src_uri="errors.md")))
+    page = index.on_page_markdown(PAGE, OF_THE_SITE)
     anchors = re.findall(r'<dt id="([^"]+)">', page)
     assert len(anchors) == len(set(anchors)) > 500
     assert page.count("<dd>") == len(index.entries())

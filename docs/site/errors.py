@@ -1,6 +1,6 @@
-"""The entries of errors.md: every message of an exception, read from zerojax/.
+"""The entries of errors/: every message of an exception, read from zerojax/.
 
-A line ``<!-- errors: ROOM ... -->`` of the page becomes the entries of these rooms. A
+A line ``<!-- errors: ROOM ... -->`` of a page becomes the entries of these rooms. A
 message is followed from its ``raise`` to the helper or list of problems with its text.
 """
 
@@ -224,6 +224,6 @@ def listed(rooms: list[str]) -> str:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Puts the entries of the rooms that a line names in the place of that line."""
-    if page.file.src_uri != "errors.md":
+    if not page.file.src_uri.startswith("errors/"):
         return markdown
     return MARK.sub(lambda match: listed(match[1].split()), markdown)

@@ -17,7 +17,8 @@ from zerojax.devices.rates import RESERVE, rates
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`mine` is a module; a command leaves JAX as it was."""
+    """`mine` is a module, no width is set; a command leaves JAX as it was."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

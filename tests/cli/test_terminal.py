@@ -25,10 +25,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
     return lines
 
 
-def test_one_thing_is_one_line_elsewhere(
-    printed: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_one_thing_is_one_line_elsewhere(printed: Callable[[], list[str]]) -> None:
     heads, _, row = printed()
     assert heads.split() == ["what", "bytes"]
     assert row.split() == [*LONG.split(), "x" * 80, "1", "GB"]

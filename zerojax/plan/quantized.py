@@ -304,9 +304,8 @@ def _why_not_in_fp8(leaf: Leaf, how: Fp8Config, vocabulary: int, config: ZeroCon
         "A table, norm or bias": _TABLES.search(path) or NOT_QUANTIZED.search(path),
         "A head": _HEADS.search(path) or vocabulary in matrix,
         "In fp8.filter_fqns": any(part and part in path for part in parts),
-        # Small parameters are gathered together, once a step.
-        f"Fewer than {how.min_size:,} elements": math.prod(matrix) < how.min_size
-        or math.prod(leaf.shape) <= config.small_array_size,
+        f"Fewer than {how.min_size:,} elements": math.prod(matrix) < how.min_size,
+        "Small, gathered with others": math.prod(leaf.shape) <= config.small_array_size,
         "Replicated": not leaf.sharded,
     }
     return next((why for why, holds in reasons.items() if holds), "")

@@ -196,7 +196,7 @@ def _with_remedies(name: str, signature: Signature) -> Iterator[None]:
                 f"zerojax: {name} was called with the batch first, and the state after it. If it "
                 f"is defined as {name}(state, batch), swap the arguments."
             )
-        if "integer" in str(error):  # optax's, flax's or an index's
+        if any(x in str(error) for x in ("numpy.integer", "Indexer must")):  # optax's, and JAX's
             error.add_note("zerojax: if these are labels, pass labels.astype(np.int32).")
         raise
     except NameError as error:

@@ -14,6 +14,7 @@ from checkpoint.states import KEY, create_linen, create_nnx, filled, values
 from equal import zero_for
 from flax import nnx
 from flax.training.train_state import TrainState
+from tiers import rest_in_a_sweep
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -88,10 +89,10 @@ def alone() -> dict[str, np.ndarray]:
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1},
-    "stage 3": {"stage": 3},
     "4 devices": {"stage": 2, "axes": 4},
     "host": {"stage": 3, "offload_optimizer": "cpu", "sub_group_size": 220},
+    "stage 3": {"stage": 3},
+    "stage 1": {"stage": 1},
     "all on the host": {
         "stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "sub_group_size": 220,
     },
@@ -100,7 +101,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", rest_in_a_sweep(PLACES, 3))
 def test_the_same_everywhere(place: str, alone: dict[str, np.ndarray], tmp_path: Path) -> None:
     keywords = PLACES[place]
     if place == "disk":
@@ -128,7 +129,9 @@ def is_low(state: Any) -> bool:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "FusedAdam", "CPUAdam", "Lamb"])
+@pytest.mark.parametrize(
+    "kind", rest_in_a_sweep(["AdamW", "Lamb", "Adam", "FusedAdam", "CPUAdam"], 2)
+)
 def test_the_optimizers_of_the_json(kind: str) -> None:
     config = {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "optimizer": {"type": kind}}
     zero = zerojax.zero(config | {"scheduler": {"type": "WarmupLR"}})
@@ -215,7 +218,7 @@ def test_a_skipped_step_changes_no_bit(keywords: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("form", [create_linen, create_nnx])
+@pytest.mark.parametrize("form", rest_in_a_sweep([create_linen, create_nnx], 1))
 @pytest.mark.parametrize("origin", ["fp32", "bf16"])
 def test_a_checkpoint_has_either_moments(form: Any, origin: str, tmp_path: Path) -> None:
     """From 8 devices at stage 3 to 4 at stage 1, moments in float32 to bfloat16, and back."""

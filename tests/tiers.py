@@ -63,6 +63,13 @@ SLOW_EXAMPLES = {
 STARTED = pytest.StashKey[float]()
 
 
+def rest_in_a_sweep(values: Iterable[Any], first: int) -> list[Any]:
+    """The values of a parameter of a test; those after the first ones belong to a sweep."""
+    given = [x if isinstance(x, tuple) else (x,) for x in values]
+    marks = [[pytest.mark.sweep] if i >= first else [] for i in range(len(given))]
+    return [pytest.param(*x, marks=mark) for x, mark in zip(given, marks, strict=True)]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--record", metavar="FILE", help="write CPU seconds a file to this JSON")

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
 from quantize.adapters import Sizes, adapters_of_llama, quantized
+from tiers import rest_in_a_sweep
 
 import zerojax
 from zerojax.xla.jaxprs import nbytes
@@ -167,8 +168,10 @@ def losses(create: Any, step: Any, state: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("form", "stage"), [*((form, 3) for form in FORMS), ("scanned", 0), ("NNX", 2)]
-)
+    ("form", "stage"),
+    rest_in_a_sweep([("scanned remat", 3), ("unrolled", 3), ("NNX", 2), ("own, frozen", 3),
+                     ("scanned", 3), ("scanned", 0), ("own", 3), ("not quantized", 3)], 4),
+)  # fmt: skip
 def test_losses_are_those_of_plain_jit(form: str, stage: int) -> None:
     (create, step), options = FORMS[form]
     plain = nnx.jit(step) if form == "NNX" else jax.jit(step)
@@ -177,7 +180,10 @@ def test_losses_are_those_of_plain_jit(form: str, stage: int) -> None:
     np.testing.assert_allclose(found, losses(create, plain, create()), rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "not quantized"])
+@pytest.mark.parametrize(
+    "form",
+    rest_in_a_sweep(["scanned remat", "unrolled", "own", "scanned", "NNX", "own, frozen"], 3),
+)
 def test_codes_travel_once_a_pass(form: str) -> None:
     """And nothing that was computed from them does. The first layer's input has no gradient, so
     that without a loop its first matrix is used in one pass alone."""

@@ -33,29 +33,6 @@ AFTER = """
 print(f"loss {float(metrics['loss']):.3f}")
 assert metrics["loss"] < 3.6
 """
-ANY_STATE = """
-import zerojax
-zero = zerojax.zero(stage=3)
-
-def create(key):
-    params = model.init(key, sample)
-    return params, optax.adam(1e-3).init(params)
-"""
-STEP = """
-    def loss_fn(params):
-        return cross_entropy(model.apply(params, batch["x"]), batch["y"])
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    updates, opt_state = optax.adam(1e-3).update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
-"""
-CALL = """
-for batch in batches:
-    params, opt_state, loss = train_step(params, opt_state, batch)
-print(f"loss {float(loss):.3f}")
-assert loss < 3.6
-"""
-NEED = {"--hostfile": "hosts with ssh", "launch train.py": "GPUs"}
-"""Parts of commands that are not run here, and what they need."""
 
 
 def run(name: str, *command: str) -> None:
@@ -72,34 +49,22 @@ def program(name: str, *parts: str) -> None:
     run(name, sys.executable, "-W", "error", "program.py")
 
 
-def shell(line: str) -> None:
-    command = line.split("  #")[0].strip()
-    need = next((need for part, need in NEED.items() if part in command), None)
-    if need:
-        print(f"- {command}: not run, needs {need}")
-    else:
-        run(command, "bash", "-c", command)
+def shell(command: str) -> None:
+    run(command, "bash", "-c", command.removeprefix(".venv/bin/"))
 
 
 def main(readme: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     Path("train.py").write_text(Path("examples/minimal.py").read_text())
-    kinds = {"```diff": [], "```": []}
-    for fence, block in re.findall(r"^(```\w*)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL):
-        kinds[fence].append(block)
-    (diff,) = kinds["```diff"]
-    (any_state,) = [block for block in kinds["```"] if "@zero" in block]
-    (launch,) = [block for block in kinds["```"] if "zerojax launch" in block]
+    diff = re.search(r"^```diff\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)[1]
     lines = [(line[:1], f"{line[1:]}\n") for line in diff.splitlines()]
     program("the program before", BEFORE, *[text for mark, text in lines if mark != "+"], AFTER)
     program("the ten lines", BEFORE, *[text for mark, text in lines if mark != "-"], AFTER)
-    step = re.sub(r" \.\.\..*\n", STEP, any_state)
-    program("any pytree as the state", BEFORE, ANY_STATE, step, CALL)
-    shell(re.search(r"`(JAX_PLATFORMS=cpu python examples/minimal.py)`", readme)[1])
-    for line in launch.splitlines():
-        shell(line)
-    shell(re.search(r"`(python -m zerojax plan .*?)`", readme)[1])
+    example = re.search(r"`JAX_PLATFORMS=cpu (.venv/bin/python examples/minimal.py)`", readme)[1]
+    shell(example)
+    shell("python -m zerojax launch --nproc-per-node 2 train.py")
+    shell(re.search(r"`(.venv/bin/python -m zerojax plan .*?)`", readme)[1])
     run("zerojax report", "zerojax", "report")
 
 

@@ -25,6 +25,7 @@ from zerojax.plan.places import DEVICE
 from zerojax.plan.stored import unwrap_stored, user_leaf
 from zerojax.quantize.choice import in_stacks, input_dimension, is_floating, is_matrix
 from zerojax.train_state.linen import is_train_state, open_state
+from zerojax.xla import compat
 from zerojax.xla.types import PyTree, Shaped
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def is_quantized(x: object) -> bool:
     return qwix is not None and isinstance(x, qwix.QArray)
 
 
-@functools.partial(jax.jit, inline=True)
+@functools.partial(jax.jit, inline=compat.INLINE)
 def _dequantized(array: qwix.QArray) -> jax.Array:
     import qwix
 

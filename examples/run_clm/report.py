@@ -8,7 +8,9 @@ Example::
 
 import dataclasses
 import math
+import pathlib
 import shlex
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +146,7 @@ def summary(history: History, progress: Progress, folder: RunFolder, job: Job) -
         f"{job.output_dir}/{folder.curve.name}",
     ]
     if job.tokenizer_name is None:
-        run = shlex.quote(str(job.output_dir))
-        lines.append(f'next: python -m examples.generate --run {run} --prompt "import "')
+        command = [sys.executable.removeprefix(f"{pathlib.Path.cwd()}/"), "-m", "examples.generate"]
+        command += ["--run", str(job.output_dir), "--prompt", "import "]
+        lines.append(f"next: {shlex.join(command)}")
     return "\n".join(lines)

@@ -59,6 +59,7 @@ def test_trains_resumes_and_knows_when_it_is_done(
     assert "Bytes on each of 8 devices, by stage" in first.stdout
     before, after = map(float, re.findall(r"held-out loss (\d.\d+) -> (\d.\d+)", first.stdout)[0])
     assert after < before
+    assert first.stdout.endswith(f"examples.generate --run {trained.folder} --prompt 'import '\n")
     assert (trained.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     out = shutil.copytree(trained.folder, tmp_path / "run")

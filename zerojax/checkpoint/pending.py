@@ -66,7 +66,7 @@ class PendingSave:
         zero: Zero,
         extra: PyTree,
         metrics: dict[str, float] | None,
-        frozen: Callable[[str], bool] = lambda name: False,
+        frozen: Callable[[str], bool],
     ) -> None:
         self.step = step
         tree = state_tree.tree_of(state)

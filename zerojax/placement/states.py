@@ -170,8 +170,8 @@ class States:
             if not is_wrapped:
                 loss_scale = features(self.config)["loss_scale"]
                 norm = UNKNOWN if opened.kind.any_pytree else 0.0
-                inner = (to_bf16 if self.config.bf16_moments else lambda x: x)(parts.opt_state)
-                adopted = adopt(inner, parts.step, loss_scale, norm)
+                low, inner = self.config.bf16_moments, parts.opt_state
+                adopted = adopt(to_bf16(inner) if low else inner, parts.step, loss_scale, norm)
                 parts = parts._replace(opt_state=adopted)
             return parts
 

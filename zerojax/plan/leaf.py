@@ -94,7 +94,7 @@ class Leaf:
     @property
     def bytes(self) -> int:
         """Bytes of the full array."""
-        return math.prod(self.shape) * jaxprs.bits(self.dtype) // 8
+        return jaxprs.nbytes(self)
 
     @property
     def bytes_per_device(self) -> int:

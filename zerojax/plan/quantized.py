@@ -217,7 +217,7 @@ class QuantizedWeights:
             f"zero_quantized_{key}: {len(self.leaves)} parameters "
             f"({size(sum(leaf.bytes for leaf in self.leaves))}) are gathered as {form}; "
             f"{len(others)} ({size(sum(leaf.bytes for leaf in others))}) as they are: "
-            + (", ".join(leaf.path for leaf in others[:4]) + ", ..." * (len(others) > 4))
+            f"{_some([leaf.path for leaf in others])}"
         )
 
 
